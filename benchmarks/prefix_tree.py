@@ -170,12 +170,13 @@ def cpu_name() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rollouts", type=Path, default=os.environ.get("HARTS_ROLLOUTS"), help="folder with *.npz")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each method")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each method")
     arguments = parser.parse_args()
     if arguments.rollouts is None:
         parser.error("give --rollouts or set HARTS_ROLLOUTS")
 
-    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")  # for the processes below
+    # For the processes below: one thread, and no warning that TRL's module is experimental.
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TRL_EXPERIMENTAL_SILENCE="1")
     record = {
         "command": f"python benchmarks/prefix_tree.py --rollouts $HARTS_ROLLOUTS --repeats {arguments.repeats}",
         "device": f"{cpu_name()}, 1 thread",

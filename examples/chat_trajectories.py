@@ -1,7 +1,7 @@
 """Chats with rewards -> the trajectories that the trainers take.
 
-A rollout is a chat whose `assistant` turns were sampled by the model. As a trajectory it is one list of token ids with a
-mask of the sampled tokens, the rollout's reward and its group.
+A rollout is a chat whose `assistant` turns were sampled by the model. As a trajectory it is one list of token ids with
+a mask of the sampled tokens, the rollout's reward and its group.
 """
 
 import re
@@ -49,23 +49,23 @@ def trajectories_from_chats(
 ) -> Dataset:
     """Tokenize chats into trajectories.
 
-    Each chat is rendered once with the tokenizer's chat template, so that trials with equal first turns share a prefix of
-    token ids. Templates that rewrite earlier turns are replaced by TRL's training version.
+    Each chat is rendered once with the tokenizer's chat template, so that trials with equal first turns share a prefix
+    of token ids. Templates that rewrite earlier turns are replaced by TRL's training version.
 
     Args:
         rollouts: dataset with `messages`, `reward` and `group`.
         tokenizer: with a chat template that marks the assistant's turns, or one that TRL can replace.
-        max_length (`int`): tokens at which a trajectory is cut; one without a sampled token before the cut is left out.
-        step_wise (`bool`): one trajectory per turn of the model, trained on that turn alone, instead of one per chat. Its
-            context is all that came before, so the trajectories of a chat are prefixes of each other.
+        max_length (`int`): tokens at which a trajectory is cut; without a sampled token before the cut it is left out.
+        step_wise (`bool`): one trajectory per turn of the model, trained on that turn alone, instead of one per chat.
+            Its context is all that came before, so the trajectories of a chat are prefixes of each other.
 
     Returns:
         `Dataset`: columns `input_ids` (list of `int`), `completion_mask` (list of `int`, 1 = sampled by the model),
         `reward` (`float`) and `group`.
 
     Raises:
-        ValueError: the chat template does not mark the assistant's turns and TRL has no replacement, or no trajectory has
-            a sampled token before `max_length`.
+        ValueError: the chat template does not mark the assistant's turns and TRL has no replacement, or no trajectory
+            has a sampled token before `max_length`.
     """
     template = get_training_chat_template(tokenizer)
     rows = []

@@ -1,4 +1,4 @@
-"""Draw the prefix tree of a set of rollouts: position to the right, one line per trajectory, a fork where they part."""
+"""Draw the prefix tree of rollouts: position to the right, one line per trajectory, a fork where they part."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from harts_hf import PrefixTree
 
-REWARD_COLORS = "RdYlGn"
+REWARD_COLORS = "coolwarm_r"
 SAMPLED_WIDTH, CONTEXT_WIDTH = 7.0, 2.5  # points
 
 
@@ -25,8 +25,8 @@ def draw_tree(
 ) -> None:
     """Save a picture of the tree of some trajectories.
 
-    A stretch of tokens is drawn once, however many trajectories share it, in the colour of their mean reward; thick where
-    the model sampled the tokens, thin where they are context.
+    A stretch of tokens is drawn once, however many trajectories share it, in the colour of their mean reward; thick
+    where the model sampled the tokens, thin where they are context.
 
     Args:
         path (`Path`): file to write; its suffix gives the format.
@@ -84,7 +84,7 @@ def draw_tree(
     axes.set_ylim(tree.num_trajectories - 0.3, -0.7)
     axes.set_yticks([])
     axes.set_xlabel("token position")
-    axes.set_ylabel("trajectories, in order of their tokens")
+    axes.set_ylabel("trajectories")
     axes.set_title(
         f"{title}\n{tree.num_trajectories} trajectories, {tree.num_tokens:,} expanded tokens, "
         f"{tree.num_rows:,} rows computed, {tree.compression:.2f}x",
@@ -100,6 +100,6 @@ def draw_tree(
         fontsize=8,
     )
     mappable = matplotlib.cm.ScalarMappable(scale, color)
-    figure.colorbar(mappable, ax=axes, label="mean reward of the trajectories that share it", pad=0.01, fraction=0.03)
+    figure.colorbar(mappable, ax=axes, label="mean reward", pad=0.01, fraction=0.03)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

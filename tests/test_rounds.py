@@ -205,7 +205,7 @@ def check_everything(sequences, chunk_size):
     return min(choices), max(choices)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("block", range(4))
 def test_random_forests(block, chunk_size):
     for seed in range(500 * block, 500 * (block + 1)):
@@ -332,7 +332,7 @@ def test_a_chain_of_100000_tokens():
     assert seconds < 1.0
 
 
-@pytest.mark.parametrize("position", [0, 1, 63, 64, 65])
+@pytest.mark.parametrize("position", [0, 63, 64, 65])
 def test_70000_one_token_branches(position):
     trunk = np.arange(position)
     tree, rounds, chunks, calls, seconds = plan_all([np.append(trunk, 1000 + k) for k in range(70_000)])

@@ -22,7 +22,7 @@ _COMMON = {
     "eos_token_id": 1,
     "bos_token_id": None,
     "tie_word_embeddings": False,
-    "initializer_range": 0.15,
+    "initializer_range": 0.1,
 }
 _MLA = {
     "num_key_value_heads": 4,

@@ -27,15 +27,6 @@ def install_attention_seam(implementation: str) -> None:
         ALL_ATTENTION_FUNCTIONS[implementation] = _AttentionSeam(original)
 
 
-def remove_attention_seam(implementation: str) -> None:
-    """Put the original entry back."""
-    function = ALL_ATTENTION_FUNCTIONS[implementation]
-    if isinstance(function, _AttentionSeam):
-        del ALL_ATTENTION_FUNCTIONS[implementation]  # the local entry; the global one shows again
-        if ALL_ATTENTION_FUNCTIONS.get(implementation) is not function.original:
-            ALL_ATTENTION_FUNCTIONS[implementation] = function.original
-
-
 class _AttentionSeam:
     """An attention function that runs the tree version when the model was called with a compact batch."""
 

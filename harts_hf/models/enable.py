@@ -3,11 +3,10 @@
 The instance's `forward` accepts a compact batch as the keyword `harts_batch` (or the dict of
 [`DataCollatorWithPrefixTree`]) and returns log-probs and entropies; any other call runs as before. The batch travels as
 one keyword argument through the stock modeling code, so recomputation replays it, and wrappers (DDP, FSDP, PEFT) pass it
-through. Functions of the modeling module are wrapped while some instance is enabled; without a batch they run as before.
+through. Functions of the modeling module stay wrapped once some instance was enabled; without a batch they run as before.
 """
 
 import inspect
-import weakref
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +16,12 @@ from transformers.utils import ModelOutput
 
 from harts_hf.batch import CompactBatch, compact_batch_from_features
 
-from .attention_seam import install_attention_seam, remove_attention_seam
+from .attention_seam import install_attention_seam
 from .families import Family, UnsupportedModelError, family_of
-from .linear_attention_seam import install_linear_attention_seam, remove_linear_attention_seam
+from .linear_attention_seam import install_linear_attention_seam
 from .routing import record_expert_loads
 
-_enabled: "weakref.WeakSet[PreTrainedModel]" = weakref.WeakSet()
+_ATTRIBUTE = "_harts_tree_forward"  # on the instance, so that copies and pickles have it too
 
 
 @dataclass
@@ -61,46 +60,37 @@ def enable_tree_forward(model):
         UnsupportedModelError: the architecture or an option has no tree forward; the message says what is supported.
     """
     base = causal_lm_of(model)
-    if has_tree_forward(base):
-        return model
-    family = family_of(base)
-    attribute(base, family.backbone)  # a causal LM without this backbone is not what the table describes
-    install_attention_seam(base.config._attn_implementation)
-    install_linear_attention_seam(family)
-    base.forward = _TreeForward(base, family, base.__dict__.get("forward"))
-    _enabled.add(base)
+    if not has_tree_forward(base):
+        tree_forward = _TreeForward(base, family_of(base), base.__dict__.get("forward"))
+        tree_forward.install_seams()
+        base.forward = tree_forward
+        setattr(base, _ATTRIBUTE, tree_forward)
     return model
 
 
 def disable_tree_forward(model):
-    """Take the tree forward away; the instance's forward is what it was before.
+    """Take the tree forward away; the instance's forward is what it was before. Does nothing on a model without one.
 
     Raises:
         RuntimeError: something else has wrapped the model's forward since, so it cannot be put back.
     """
     base = causal_lm_of(model)
-    tree_forward = base.__dict__.get("forward")
-    if base in _enabled and not isinstance(tree_forward, _TreeForward):
-        raise RuntimeError("the model's forward was wrapped after enable_tree_forward: undo that first")
-    if not isinstance(tree_forward, _TreeForward):
+    if not has_tree_forward(base):
         return model
+    tree_forward = getattr(base, _ATTRIBUTE)
+    if base.__dict__.get("forward") is not tree_forward:
+        raise RuntimeError("the model's forward was wrapped after enable_tree_forward: undo that first")
     if tree_forward.instance_forward is None:
         del base.forward
     else:
         base.forward = tree_forward.instance_forward
-    _enabled.discard(base)
-    families = [family_of(other) for other in _enabled]
-    if all(other.modeling_module != tree_forward.family.modeling_module for other in families):
-        remove_linear_attention_seam(tree_forward.family)
-    implementation = base.config._attn_implementation
-    if all(other.config._attn_implementation != implementation for other in _enabled):
-        remove_attention_seam(implementation)
+    delattr(base, _ATTRIBUTE)
     return model
 
 
 def has_tree_forward(model) -> bool:
-    """Whether `enable_tree_forward` was called on the model."""
-    return causal_lm_of(model) in _enabled
+    """Whether `enable_tree_forward` was called on the model, or on the model it is a copy of."""
+    return _ATTRIBUTE in causal_lm_of(model).__dict__
 
 
 def causal_lm_of(model) -> PreTrainedModel:
@@ -138,6 +128,13 @@ class _TreeForward:
         self.model = model
         self.family = family
         self.instance_forward = instance_forward  # set on the instance before, by a wrapper such as TRL's; or None
+
+    def install_seams(self) -> None:
+        """Wrap what the layers call. Repeated at each tree forward, at no cost: a pickled model may wake in a process whose
+        modules are as upstream, and the attention implementation may change."""
+        attribute(self.model, self.family.backbone)  # a causal LM without it is not what the table describes
+        install_attention_seam(self.model.config.get_text_config()._attn_implementation)
+        install_linear_attention_seam(self.family)
 
     @property
     def __signature__(self) -> inspect.Signature:  # `generate` validates its arguments against it
@@ -177,6 +174,7 @@ class _TreeForward:
             raise ValueError(f"a tree forward takes its inputs from the compact batch, not from {given}")
         if self.model.training:
             refuse_dropout(self.model)
+        self.install_seams()
         backbone = attribute(self.model, self.family.backbone)
         # Tree attention reads the batch; the masks only keep the backbone from building its own.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.device)

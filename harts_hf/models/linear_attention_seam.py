@@ -29,17 +29,6 @@ def install_linear_attention_seam(family: Family) -> None:
     _wrap(module, family.chunk_function, functools.partial(_chunk_seam, kind=family.linear_attention))
 
 
-def remove_linear_attention_seam(family: Family) -> None:
-    """Put the originals back."""
-    if family.linear_attention is None:
-        return
-    module = importlib.import_module(family.modeling_module)
-    for name in (CONV_FUNCTION, family.chunk_function):
-        function = getattr(module, name)
-        if isinstance(function, _Seam):
-            setattr(module, name, function.original)
-
-
 class _Seam:
     """A module-level function with a tree version beside it. A class so that it pickles and is recognised."""
 
