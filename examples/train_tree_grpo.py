@@ -34,8 +34,8 @@ from harts_hf.trainers.trajectories import TrajectoryDatasetMixin
 SMALL_RUN = {
     "output_dir": "outputs/tree_grpo",
     "max_steps": 3,
-    "per_device_train_batch_size": 2,  # of the stock trainer's memory; the tree trainer plans all 16 together
-    "gradient_accumulation_steps": 8,
+    "per_device_train_batch_size": 1,  # the stock trainer is fastest so here; the tree trainer plans all 16 together
+    "gradient_accumulation_steps": 16,
     "num_generations": 4,
     "learning_rate": 1e-4,
     "max_tokens_per_microbatch": 16384,

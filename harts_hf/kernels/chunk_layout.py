@@ -1,10 +1,10 @@
 """ChunkLayout: the index tensors by which linear attention walks a prefix tree.
 
 Linear attention runs sequences that each start at a chunk boundary, replay fewer than B rows and follow a path. The
-same sequences come in two forms. As chunks, sorted by level (distance from the trajectory's start, in chunks): all work
-inside chunks runs at once, and only the state recurrence goes from level to level. As packed calls: variable-length
-sequences for kernels that take initial states and return final states. Properties derived here are made once per plan
-and kept, so that all layers share them.
+same sequences come in two forms. As chunks, sorted by level (distance from the trajectory's start, in chunks): work
+inside chunks runs at once for all, and only the state recurrence goes from level to level. As packed calls:
+variable-length sequences for kernels that take initial states and return final states. Properties derived here are made
+once per plan and kept, so that all layers share them.
 """
 
 from dataclasses import dataclass
@@ -49,13 +49,13 @@ class PackedCallLayout:
 class ChunkLayout:
     """All chunks of a tree, sorted by level, and the same work as packed calls.
 
-    Chunks of level `l` are `level_offsets[l] : level_offsets[l + 1]`. A chunk of level 0 starts from the zero state, any
-    other from the end state of its parent, a full chunk of the level before. Consecutive slots of a chunk hold a row
-    and its child. All tensors are int64 on the device of the layer's inputs.
+    Chunks of level `l` are `level_offsets[l] : level_offsets[l + 1]`. A chunk of level 0 starts from the zero state,
+    any other from the end state of its parent, a full chunk of the level before. Consecutive slots of a chunk hold a
+    row and its child. All tensors are int64 on the device of the layer's inputs.
 
     Attributes:
         chunk_size (`int`): B, in tokens.
-        rows (`[num_chunks, B]`): row at each slot, replayed rows included; -1 in padding slots, always at a chunk's end.
+        rows (`[num_chunks, B]`): row at each slot, replayed rows included; -1 in padding slots, at a chunk's end.
         parent (`[num_chunks]`): chunk whose end state is the initial state; -1 for the zero state.
         level_offsets (`tuple[int, ...]`): offsets of the levels, leading 0.
         output_slot (`[C]`): flat index `chunk * B + slot` of the one place where each row is not replayed.

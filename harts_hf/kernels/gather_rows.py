@@ -1,8 +1,8 @@
 """Gather of rows whose gradient is added in a fixed order.
 
-A row of a prefix tree is read several times: by every branch that replays it, by every child's convolution. Its gradient
-is the sum over the reads. `index_select` adds them with atomics on CUDA, in an order that changes from run to run, and
-in the tensor's own dtype; here the order is fixed and the sum is fp32.
+A row of a prefix tree is read several times: by every branch that replays it, by every child's convolution. Its
+gradient is the sum over the reads. `index_select` adds them with atomics on CUDA, in an order that changes from run to
+run, and in the tensor's own dtype; here the order is fixed and the sum is fp32.
 """
 
 import torch

@@ -135,7 +135,9 @@ def _run(
         if implementation == "reference":
             return run_recurrence(q, k, v, g, beta, layout.row_parents).to(output_dtype)
         if layout.chunk_size & (layout.chunk_size - 1):
-            raise ValueError(f"implementation 'torch' needs a chunk size that is a power of two, got {layout.chunk_size}")
+            raise ValueError(
+                f"implementation 'torch' needs a chunk size that is a power of two, got {layout.chunk_size}"
+            )
         return run_chunks(q, k, v, g, beta, layout).to(output_dtype)
 
 

@@ -1,8 +1,8 @@
 """Linear attention on a tree by packed calls of flash-linear-attention's public functions: the paper's own scheme.
 
-One call per round, sequences cut where another starts from their state. Each call pays the whole kernel, so many rounds
-cost time; in exchange only public functions run. States are handed from call to call in fp32, so a trajectory's
-arithmetic is that of running it alone.
+Sequences are cut where another starts from their state; one call runs all pieces whose initial states are known. Each
+call pays the whole kernel, so many rounds cost time; in exchange only public functions run. States are handed from call
+to call in fp32, so a trajectory's arithmetic is that of running it alone.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from .chunk_layout import ChunkLayout
 from .gather_rows import gather_rows
 
 # flash-linear-attention's signature for packed sequences: q, k `[1, T, Hk, K]`, v `[1, T, H, V]`, g `[1, T, H, K]` or
-# `[1, T, H]`, beta `[1, T, H]`; initial states `[n, H, K, V]`; returns outputs `[1, T, H, V]` and final states or None.
+# `[1, T, H]`, beta `[1, T, H]`, initial states `[n, H, K, V]`; returns outputs `[1, T, H, V]`, final states or None.
 PackedFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -62,7 +62,8 @@ def run_rounds(
     state_dtype = torch.promote_types(q.dtype, torch.float32)
     lengths = [len(call.rows) for call in layout.packed_calls]
     # One gather for all calls: the gradient of a row is then summed once, whatever the number of calls.
-    inputs = zip(*(gather_rows(x, layout.packed_rows).split(lengths) for x in (q, k, v, g.to(state_dtype), beta)), strict=True)
+    rows = (gather_rows(x, layout.packed_rows) for x in (q, k, v, g.to(state_dtype), beta))
+    inputs = zip(*(x.split(lengths) for x in rows), strict=True)
 
     zero_state = torch.zeros(v.shape[1], q.shape[-1], v.shape[-1], dtype=state_dtype, device=v.device)  # [H, K, V]
     states: list[torch.Tensor] = []  # final state of each piece, by its number over all calls

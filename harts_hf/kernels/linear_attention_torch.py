@@ -7,8 +7,8 @@ Three stages, of which only the second is sequential:
 3. outputs, for all chunks at once.
 
 So the number of rounds costs nothing. Within a chunk with initial state S and cumulative log decay G, the WY form is
-u = T (beta v) and w = T (beta k exp(G)), with T the inverse of I + beta tril(k k^T exp(G_i - G_j), -1); the values that
-the chunk writes are u - w S.
+u = T (beta v) and w = T (beta k exp(G)), with T the inverse of I + beta tril(k k^T exp(G_i - G_j), -1); the values
+that the chunk writes are u - w S.
 """
 
 import torch
@@ -78,8 +78,8 @@ def _channel_scores(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> tuple[
     As one product of x exp(g) and k exp(-g) the second factor would overflow; formed directly, the decays would take
     [B, B, K]. Instead blocks of one row are merged in pairs until one block is left: the square below the diagonal,
     between the halves of a pair, is a product of x_i exp(g_i - m) and k_j exp(m - g_j) with m the decay at the end of
-    the first half. As j <= end <= i, neither factor exceeds 1. Each merge costs O(B K) exponentials, and log2(B) merges
-    keep fewer of them for the backward than forming blocks of 4 rows or more directly.
+    the first half. As j <= end <= i, neither factor exceeds 1. Each of the log2(B) merges costs O(B K) exponentials:
+    less, in time and in memory kept for the backward, than forming diagonal blocks of 4 rows or more directly.
 
     Args:
         q, k, g: `[N, H, B, K]`; B is a power of two.

@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of a language-model head, without the logits of all rows in memory.
 
 The logits exist one tile (rows x vocabulary) at a time: the forward folds each tile into running sums, the backward
-computes it again. Two matrix products per tile more than keeping all logits, against P * vocab elements of memory and as
-many again for their gradient.
+computes it again. That is one matrix product more than keeping all logits, and saves P * vocab elements of memory, and
+as many again for their gradient.
 """
 
 from collections.abc import Iterator
@@ -58,8 +58,8 @@ def linear_log_probs(
         logit_scale: factor of the logits.
         softcap: > 0, bound of the scaled logits.
         with_entropy: whether entropies are computed.
-        tile: rows and vocabulary entries of the logits that exist at a time. The default takes 128 MiB in fp32, and the
-            work on it some four times as much. More rows mean fewer passes over the weight's gradient.
+        tile: rows and vocabulary entries of the logits that exist at a time. The default takes 128 MiB in fp32, and
+            the work on it some four times as much. More rows mean fewer passes over the weight's gradient.
 
     Returns:
         [`LogProbs`], fp32 (fp64 for fp64 `hidden`). Both are differentiable in hidden, weight and bias, once.
@@ -68,7 +68,9 @@ def linear_log_probs(
         ValueError: shapes or devices do not agree, or a parameter is out of range.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"hidden must be [P, D] and weight [vocab, D], got {tuple(hidden.shape)}, {tuple(weight.shape)}")
+        raise ValueError(
+            f"hidden must be [P, D] and weight [vocab, D], got {tuple(hidden.shape)}, {tuple(weight.shape)}"
+        )
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
         raise ValueError(f"targets must be int64 [{len(hidden)}], got {targets.dtype} {tuple(targets.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:

@@ -1,8 +1,8 @@
 """Softmax attention on a prefix tree: each row attends to its ancestors and itself.
 
 Rows are in depth-first order, so the subtree of row k is the rows k .. subtree_end[k] - 1, and k is visible to q iff
-k <= q < subtree_end[k]. Implementation "sdpa" gives that mask densely to `scaled_dot_product_attention`, on the CPU and
-on CUDA: C * C mask elements, shared by all layers.
+k <= q < subtree_end[k]. Implementation "sdpa" gives that mask densely to `scaled_dot_product_attention`, on the CPU
+and on CUDA: C * C mask elements, shared by all layers.
 """
 
 from dataclasses import dataclass, field

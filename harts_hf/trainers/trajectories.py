@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Sampler
-from trl.trainer.utils import disable_gradient_checkpointing, nanstd, pad, use_adapter
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import nanstd, pad, use_adapter
 
 from .trajectory_columns import TRAJECTORY_COLUMNS, check_trajectory_dataset, is_trajectory_dataset
 
