@@ -86,6 +86,7 @@ def save_small_checkpoint(directory: Path, texts: Iterable[str], seed: int = 0) 
         n_group=1,
         topk_group=1,
         num_mtp_layers=0,
+        initializer_range=0.1,  # wide enough for log-probs to differ from token to token
         max_position_embeddings=32768,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,

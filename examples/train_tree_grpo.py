@@ -41,6 +41,7 @@ SMALL_RUN = {
     "max_tokens_per_microbatch": 16384,
     "gradient_checkpointing": False,
     "bf16": False,
+    "dataloader_pin_memory": False,
     "logging_steps": 1,
     "save_strategy": "no",
     "report_to": "none",
@@ -125,6 +126,8 @@ def main() -> None:
         dataset = trajectories_from_chats(rollouts, tokenizer, example.max_length, example.step_wise)
 
     def train(trainer_class) -> tuple[GRPOTrainer, Run]:
+        if PartialState().is_main_process:
+            print(f"\n{trainer_class.__name__}: {len(dataset)} trajectories")
         timer = StepTimer()
         trainer = trainer_class(
             model=checkpoint,
@@ -195,13 +198,14 @@ def print_table(config: TreeGRPOConfig, tree: Run, stock: Run | None) -> None:
 def draw_first_step(trainer: GRPOTrainer, path: Path) -> None:
     """Draw the tree of the trajectories of the first optimizer step."""
     step = next(iter(trainer.get_train_dataloader()))
+    score = "reward" if "reward" in step[0] else "advantage"
     draw_tree(
         path,
-        [trajectory["input_ids"] for trajectory in step],
-        [trajectory["completion_mask"] for trajectory in step],
-        [trajectory["advantage"] for trajectory in step],
-        [str(trajectory.get("group", "")) for trajectory in step],
-        "The trajectories of one optimizer step",
+        input_ids=[trajectory["input_ids"] for trajectory in step],
+        completion_masks=[trajectory["completion_mask"] for trajectory in step],
+        scores=[trajectory[score] for trajectory in step],
+        score_name=score,
+        labels=[str(trajectory.get("group", "")) for trajectory in step],
     )
 
 

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from harts_hf import PrefixTree
 
-REWARD_COLORS = "coolwarm_r"
+SCORE_COLORS = "coolwarm_r"
 SAMPLED_WIDTH, CONTEXT_WIDTH = 7.0, 2.5  # points
 
 
@@ -19,29 +19,29 @@ def draw_tree(
     path: Path,
     input_ids: Sequence[Sequence[int]],
     completion_masks: Sequence[Sequence[int]],
-    rewards: Sequence[float],
+    scores: Sequence[float],
+    score_name: str,
     labels: Sequence[str],
-    title: str,
 ) -> None:
     """Save a picture of the tree of some trajectories.
 
-    A stretch of tokens is drawn once, however many trajectories share it, in the colour of their mean reward; thick
+    A stretch of tokens is drawn once, however many trajectories share it, in the colour of their mean score; thick
     where the model sampled the tokens, thin where they are context.
 
     Args:
         path (`Path`): file to write; its suffix gives the format.
         input_ids: token ids of each trajectory.
         completion_masks: for each trajectory, 1 where the token was sampled by the model.
-        rewards: reward of each trajectory.
+        scores: what colours each trajectory.
+        score_name (`str`): what the scores are, such as "reward".
         labels: what stands at the end of each trajectory.
-        title (`str`): first line of the title; the counts of the tree stand below.
     """
     tree = PrefixTree.from_sequences(input_ids)
     starts = tree.segment_starts()
     ends = np.append(starts[1:], tree.num_rows)  # one past the last row of each segment
     segment_of_row = np.repeat(np.arange(len(starts)), ends - starts)
 
-    reward_sum = np.zeros(len(starts))
+    score_sum = np.zeros(len(starts))
     sampled = np.zeros(tree.num_rows, dtype=bool)
     lines: list[list[int]] = [[] for _ in starts]  # lines, from the top, of the trajectories of each segment
     line_of = np.empty(tree.num_trajectories, dtype=int)
@@ -50,13 +50,13 @@ def draw_tree(
         rows = tree.rows(i)
         sampled[rows[np.asarray(completion_masks[i], dtype=bool)]] = True
         for segment in np.unique(segment_of_row[rows]):
-            reward_sum[segment] += rewards[i]
+            score_sum[segment] += scores[i]
             lines[segment].append(int(line_of[i]))
     height = np.array([np.mean(members) for members in lines])
-    mean_reward = reward_sum / tree.counts[starts]
+    mean_score = score_sum / tree.counts[starts]
 
-    scale = matplotlib.colors.Normalize(min(rewards), max(max(rewards), min(rewards) + 1e-6))
-    color = matplotlib.colormaps[REWARD_COLORS]
+    scale = matplotlib.colors.Normalize(min(scores), max(max(scores), min(scores) + 1e-6))
+    color = matplotlib.colormaps[SCORE_COLORS]
     stretches, colors, widths, forks = [], [], [], []
     for s, (start, end) in enumerate(zip(starts, ends, strict=True)):
         first = int(tree.position_ids[start])
@@ -67,7 +67,7 @@ def draw_tree(
         bounds = [0, *cuts.tolist(), int(end - start)]
         for a, b in zip(bounds, bounds[1:], strict=False):
             stretches.append([(first + a, height[s]), (first + b, height[s])])
-            colors.append(color(scale(mean_reward[s])))
+            colors.append(color(scale(mean_score[s])))
             widths.append(SAMPLED_WIDTH if sampled[start + a] else CONTEXT_WIDTH)
 
     figure = Figure(figsize=(12, 1.8 + 0.28 * tree.num_trajectories), layout="constrained")
@@ -76,7 +76,7 @@ def draw_tree(
     axes.add_collection(LineCollection(stretches, colors=colors, linewidths=widths, capstyle="butt", zorder=2))
     for i, label in enumerate(labels):
         axes.annotate(
-            f"{label}  reward {rewards[i]:g}", (len(input_ids[i]), line_of[i]), (6, 0), textcoords="offset points",
+            f"{label}  {score_name} {scores[i]:.3g}", (len(input_ids[i]), line_of[i]), (6, 0), textcoords="offset points",
             va="center", fontsize=7,
         )  # fmt: skip
     longest = int(tree.lengths.max())
@@ -86,7 +86,7 @@ def draw_tree(
     axes.set_xlabel("token position")
     axes.set_ylabel("trajectories")
     axes.set_title(
-        f"{title}\n{tree.num_trajectories} trajectories, {tree.num_tokens:,} expanded tokens, "
+        f"{tree.num_trajectories} trajectories, {tree.num_tokens:,} expanded tokens, "
         f"{tree.num_rows:,} rows computed, {tree.compression:.2f}x",
         fontsize=10,
     )
@@ -100,6 +100,6 @@ def draw_tree(
         fontsize=8,
     )
     mappable = matplotlib.cm.ScalarMappable(scale, color)
-    figure.colorbar(mappable, ax=axes, label="mean reward", pad=0.01, fraction=0.03)
+    figure.colorbar(mappable, ax=axes, label=f"mean {score_name}", pad=0.01, fraction=0.03)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from harts_hf.kernels.chunk_layout import ChunkLayout, PackedCallLayout
 from harts_hf.kernels.tree_attention import AttentionLayout
-
 from harts_hf.planning.chunks import plan_chunks, plan_packed_calls
 from harts_hf.planning.rounds import RoundPlan, plan_rounds
 from harts_hf.tree import PrefixTree

@@ -202,7 +202,10 @@ class PrefixTree:
 
 def _sort_key(sequence, index: int) -> bytes:
     """Tokens of one trajectory as big-endian 32-bit bytes."""
-    array = np.asarray(sequence)
+    try:
+        array = np.asarray(sequence)
+    except ValueError as error:  # numpy's message on nested lists of unequal length names no trajectory
+        raise ValueError(f"trajectory {index}: token ids must be one-dimensional") from error
     if array.ndim != 1:
         raise ValueError(f"trajectory {index}: token ids must be one-dimensional, got shape {array.shape}")
     if array.size == 0:

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 
 
-def random_forest(rng: np.random.Generator, vocab: int, max_tokens: int = 200, max_trajectories: int = 8) -> list[np.ndarray]:
+def random_forest(
+    rng: np.random.Generator, vocab: int, max_tokens: int = 200, max_trajectories: int = 8
+) -> list[np.ndarray]:
     """Trajectories that fork from one another at random places; duplicates and nested prefixes happen."""
     sequences = [_ids(rng, int(rng.integers(1, max_tokens)), vocab)]
     for _ in range(int(rng.integers(0, max_trajectories))):
@@ -31,9 +33,13 @@ def shapes(rng: np.random.Generator, vocab: int) -> Iterator[tuple[str, list[np.
     for edge in (63, 64, 65, 127, 128, 129):
         yield f"fork at {edge}", [np.concatenate([trunk[:edge], _ids(rng, n, vocab)]) for n in (1, 2, 70)]
     yield "no sharing", [_ids(rng, n, vocab) for n in (1, 30, 64, 65)]
-    yield "two-level", [
-        np.concatenate([trunk[:40], a, _ids(rng, 30, vocab)]) for a in (_ids(rng, 30, vocab),) * 2 + (_ids(rng, 50, vocab),) * 2
-    ]
+    yield (
+        "two-level",
+        [
+            np.concatenate([trunk[:40], a, _ids(rng, 30, vocab)])
+            for a in (_ids(rng, 30, vocab),) * 2 + (_ids(rng, 50, vocab),) * 2
+        ],
+    )
 
 
 def _ids(rng: np.random.Generator, n: int, vocab: int) -> np.ndarray:

@@ -31,10 +31,10 @@ class Rollouts:
     all completions of the prompt, with a stretch of environment tokens, then branches that fork again. Completions contain
     EOS inside; two are duplicates and one ends where others go on."""
 
-    def __init__(self, seed: int = 0, num_prompts: int = 2, with_env_mask: bool = True, truncate: bool = False):
-        rng = np.random.default_rng(seed)
-        self.with_env_mask = with_env_mask
+    def __init__(self, num_prompts: int = 2, truncate: bool = False, sampler_noise: float | None = None):
+        rng = np.random.default_rng(0)
         self.num_prompts = num_prompts
+        self.sampler_noise = sampler_noise  # of the sampler's log-probs, around the policy's
         self.trajectories = []
         for _ in range(num_prompts):
             prompt = rng.integers(2, VOCAB, 20).tolist()
@@ -54,15 +54,24 @@ class Rollouts:
     def __call__(self, prompts, trainer):
         assert len(prompts) % len(self.trajectories) == 0
         chosen = self.trajectories * (len(prompts) // len(self.trajectories))
-        rng = np.random.default_rng(1)
-        output = {
+        return {
             "prompt_ids": [p for p, _, _ in chosen],
             "completion_ids": [c for _, c, _ in chosen],
-            "logprobs": [(-4 + 0.5 * rng.standard_normal(len(c))).tolist() for _, c, _ in chosen],
+            "env_mask": [m for _, _, m in chosen],
+            "logprobs": None if self.sampler_noise is None else self._sampler_logprobs(chosen, trainer),
         }
-        if self.with_env_mask:
-            output["env_mask"] = [m for _, _, m in chosen]
-        return output
+
+    def _sampler_logprobs(self, chosen, trainer):
+        generator = torch.Generator().manual_seed(1)
+        logprobs = []
+        for prompt, completion, _ in chosen:
+            ids = torch.tensor([prompt + completion])
+            with torch.no_grad():
+                logits = trainer.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+            exact = torch.log_softmax(logits, dim=-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+            noise = self.sampler_noise * torch.randn(exact.shape, generator=generator)
+            logprobs.append((exact + noise).tolist())
+        return logprobs
 
 
 def reward(completion_ids, **kwargs):

@@ -48,7 +48,12 @@ def step_wise_trajectories(num_episodes=4, with_old=False, seed=0) -> Dataset:
 
 
 def runs(checkpoint, folder, data, **options):
-    given = {"trainer_options": {"train_dataset": data}, "num_generations": 5, "per_device_train_batch_size": 5, **options}
+    given = {
+        "trainer_options": {"train_dataset": data},
+        "num_generations": 5,
+        "per_device_train_batch_size": 5,
+        **options,
+    }
     stock = train(StockOnTrajectories, checkpoint, folder, **given)
     other = train(StockOnTrajectories, checkpoint, folder, **given, pad_to_multiple_of=64)
     tree = train(TreeGRPOTrainer, checkpoint, folder, **given, max_tokens_per_microbatch=100)
@@ -85,7 +90,10 @@ def test_resume_in_the_middle_of_an_epoch(checkpoint, tmp_path):
     }
     whole = train(TreeGRPOTrainer, checkpoint, tmp_path / "whole", **options)
     first = train(
-        TreeGRPOTrainer, checkpoint, tmp_path / "cut", **{**options, "save_strategy": "steps", "save_steps": 3, "max_steps": 7}
+        TreeGRPOTrainer,
+        checkpoint,
+        tmp_path / "cut",
+        **{**options, "save_strategy": "steps", "save_steps": 3, "max_steps": 7},
     )
     assert first.trainer.state.epoch > 1  # 40 trajectories, 8 a step: 5 steps an epoch
     for checkpoint_step in (3, 6):  # in the middle of the first and of the second epoch
@@ -171,7 +179,11 @@ def test_bad_columns_are_named(checkpoint, tmp_path):
     start(good.remove_columns("advantage"), ValueError, "advantage column, or a reward and a group")
     start(good.to_iterable_dataset(), TypeError, "map-style")
     start(good.select(range(4)), ValueError, "4 trajectories, fewer than one optimizer step's batch of 8")
-    start(good.add_column("bad", [1] * 12).remove_columns("input_ids").rename_column("bad", "input_ids"), TypeError, "list")
+    start(
+        good.add_column("bad", [1] * 12).remove_columns("input_ids").rename_column("bad", "input_ids"),
+        TypeError,
+        "list",
+    )
 
 
 def test_selected_rows_are_checked_by_their_own_index(checkpoint, tmp_path):
@@ -209,4 +221,6 @@ def test_group_advantages_are_trls():
     assert values[5] == 0.0
     np.testing.assert_allclose(group_advantages(rewards, groups, "none")[[0, 2]], [-1.5, 1.5])
     batch = torch.tensor(rewards, dtype=torch.float64).std()
-    np.testing.assert_allclose(group_advantages(rewards, groups, "batch")[[0, 2]], [-1.5 / (batch + 1e-4), 1.5 / (batch + 1e-4)])
+    np.testing.assert_allclose(
+        group_advantages(rewards, groups, "batch")[[0, 2]], [-1.5 / (batch + 1e-4), 1.5 / (batch + 1e-4)]
+    )

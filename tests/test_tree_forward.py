@@ -164,6 +164,28 @@ def test_shared_rows_are_computed_once():
     assert seen == [PrefixTree.from_sequences(sequences).num_rows]
 
 
+@pytest.mark.parametrize("model_type", ["bailing_hybrid", "qwen3_next"])
+def test_device_decides_not_what_is_importable(model_type, monkeypatch):
+    """Where flash-linear-attention is installed, upstream's functions are Triton kernels; on the CPU they cannot run."""
+    import importlib
+
+    model = enable_tree_forward(tiny_model(model_type))
+    sequences = random_forest(np.random.default_rng(29), VOCAB)
+    expected, _ = tree_logprobs(model, sequences)
+
+    def needs_a_gpu(*args, **kwargs):
+        raise RuntimeError("0 active drivers")
+
+    module = importlib.import_module(type(model).__module__)
+    for name, function in vars(module).items():
+        if hasattr(function, "tree_version"):
+            monkeypatch.setattr(getattr(module, name), "original", needs_a_gpu)
+    actual, _ = tree_logprobs(model, sequences)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected))
+    with pytest.raises(RuntimeError, match="drivers"):
+        model(torch.tensor([[1, 2, 3]]), use_cache=False)
+
+
 @pytest.mark.parametrize("broken", ["mask", "conv", "positions", "state"])
 def test_negative_controls(broken, monkeypatch):
     """With one mechanism broken on purpose the comparison fails, so it can fail."""
@@ -212,7 +234,9 @@ def test_unknown_family_and_options_raise():
     with pytest.raises(UnsupportedModelError, match="sdpa"):
         enable_tree_forward(model)
     with pytest.raises(UnsupportedModelError, match="dynamic"):
-        enable_tree_forward(tiny_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}))
+        enable_tree_forward(
+            tiny_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+        )
     with pytest.raises(RuntimeError, match="enable_tree_forward"):
         tree_logprobs(tiny_model("llama"), [[1, 2]])
     dropping = enable_tree_forward(tiny_model("llama", attention_dropout=0.1)).train()
@@ -288,7 +312,12 @@ def test_collator_trains_like_the_expanded_batch():
     sequences = random_forest(rng, VOCAB, max_trajectories=6)
     masks = [rng.random(len(s)) < 0.4 for s in sequences]
     features = [
-        {"input_ids": s.tolist(), "labels": np.where(m, s, -100).tolist(), "advantage": float(i), "old": np.zeros(len(s))}
+        {
+            "input_ids": s.tolist(),
+            "labels": np.where(m, s, -100).tolist(),
+            "advantage": float(i),
+            "old": np.zeros(len(s)),
+        }
         for i, (s, m) in enumerate(zip(sequences, masks, strict=True))
     ]
     batch = DataCollatorWithPrefixTree()(features)

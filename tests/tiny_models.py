@@ -53,7 +53,14 @@ _MOE = {
 }
 
 TINY = {
-    "bailing_hybrid": {**_COMMON, **_MLA, "head_dim": 8, "layer_group_size": 2, "first_k_dense_replace": 1, "num_mtp_layers": 0},
+    "bailing_hybrid": {
+        **_COMMON,
+        **_MLA,
+        "head_dim": 8,
+        "layer_group_size": 2,
+        "first_k_dense_replace": 1,
+        "num_mtp_layers": 0,
+    },
     "kimi_linear": {
         **_COMMON,
         **_MLA,
@@ -91,7 +98,9 @@ def tiny_model(model_type: str, seed: int = 0, **overrides) -> torch.nn.Module:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
             elif name.endswith("A_log"):
                 parameter.zero_()
-            elif name.endswith("dt_bias"):  # softplus or sigmoid of about -6: a decay of exp(-0.002) to exp(-0.02) a token
+            elif name.endswith(
+                "dt_bias"
+            ):  # softplus or sigmoid of about -6: a decay of exp(-0.002) to exp(-0.02) a token
                 parameter.copy_(-6 + 0.5 * torch.randn(parameter.shape, generator=generator))
     return model.eval()
 

@@ -3,7 +3,7 @@
 Linear attention runs sequences that each start at a chunk boundary, replay fewer than B rows and follow a path. The
 same sequences come in two forms. As chunks, sorted by level (distance from the trajectory's start, in chunks): work
 inside chunks runs at once for all, and only the state recurrence goes from level to level. As packed calls:
-variable-length sequences for kernels that take initial states and return final states. Properties derived here are made
+variable-length sequences for kernels that take initial states and return final states. Derived properties are made
 once per plan and kept, so that all layers share them.
 """
 

@@ -1,8 +1,8 @@
 """Linear attention on a tree by packed calls of flash-linear-attention's public functions: the paper's own scheme.
 
-Sequences are cut where another starts from their state; one call runs all pieces whose initial states are known. Each
-call pays the whole kernel, so many rounds cost time; in exchange only public functions run. States are handed from call
-to call in fp32, so a trajectory's arithmetic is that of running it alone.
+Sequences are cut where another starts from their state; a call runs all pieces whose initial states are known. Each
+call pays the whole kernel, so many rounds cost time; in exchange only public functions run. States pass between calls
+in fp32, so a trajectory's arithmetic is that of running it alone.
 """
 
 from collections.abc import Callable

@@ -3,10 +3,10 @@
 import functools
 
 import torch
-from harts_hf.kernels.tree_attention import tree_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from harts_hf.batch import CompactBatch
+from harts_hf.kernels.tree_attention import tree_attention
 
 from .families import UnsupportedModelError
 

@@ -10,11 +10,11 @@ import inspect
 from dataclasses import dataclass
 
 import torch
-from harts_hf.kernels.log_probs import linear_log_probs
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from harts_hf.batch import CompactBatch, compact_batch_from_features
+from harts_hf.kernels.log_probs import linear_log_probs
 
 from .attention_seam import install_attention_seam
 from .families import Family, UnsupportedModelError, family_of

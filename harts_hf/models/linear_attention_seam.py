@@ -9,10 +9,10 @@ import importlib
 from types import ModuleType
 
 import torch
-from harts_hf.kernels.linear_attention import tree_gated_delta_rule, tree_kda
-from harts_hf.kernels.tree_conv import tree_causal_conv
 
 from harts_hf.batch import CompactBatch
+from harts_hf.kernels.linear_attention import tree_gated_delta_rule, tree_kda
+from harts_hf.kernels.tree_conv import tree_causal_conv
 
 from .families import CONV_FUNCTION, Family
 

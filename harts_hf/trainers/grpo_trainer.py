@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache
+from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from harts_hf.execution import ForwardOptions, MicrobatchResult, forward_plan, train_plan
 from harts_hf.forward import check_token_ids
+from harts_hf.models.checkpoint import reload_weights
 from harts_hf.models.enable import causal_lm_of, enable_tree_forward, refuse_dropout
 from harts_hf.models.routing import RouterSums, load_balancing_loss, router_sums
 from harts_hf.planning.microbatches import plan_step
@@ -261,6 +263,21 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
             step.refuse_coupling(m, final, self.loss_type)
             total = total + final.loss
         return total
+
+    # ---- checkpoints
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        model = self.model if model is None else model
+        if isinstance(model, PreTrainedModel):
+            reload_weights(model, resume_from_checkpoint)
+        else:  # PEFT loads its adapters
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self):
+        if isinstance(self.model, PreTrainedModel):
+            reload_weights(self.model, self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
 
     # ---- pieces
 
