@@ -37,7 +37,8 @@ SMALL_RUN = {
     "per_device_train_batch_size": 1,  # the stock trainer is fastest so here; the tree trainer plans all 16 together
     "gradient_accumulation_steps": 16,
     "num_generations": 4,
-    "learning_rate": 1e-4,
+    "optim": "sgd",  # Adam turns rounding errors of near-zero gradients into steps of full size
+    "learning_rate": 0.1,
     "max_tokens_per_microbatch": 16384,
     "gradient_checkpointing": False,
     "bf16": False,

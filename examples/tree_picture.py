@@ -75,10 +75,9 @@ def draw_tree(
     axes.add_collection(LineCollection(forks, colors="0.6", linewidths=1.0, zorder=1))
     axes.add_collection(LineCollection(stretches, colors=colors, linewidths=widths, capstyle="butt", zorder=2))
     for i, label in enumerate(labels):
-        axes.annotate(
-            f"{label}  {score_name} {scores[i]:.3g}", (len(input_ids[i]), line_of[i]), (6, 0), textcoords="offset points",
-            va="center", fontsize=7,
-        )  # fmt: skip
+        text = f"{label}  {score_name} {scores[i]:.3g}"
+        end = (len(input_ids[i]), line_of[i])
+        axes.annotate(text, end, (6, 0), textcoords="offset points", va="center", fontsize=7)
     longest = int(tree.lengths.max())
     axes.set_xlim(-0.01 * longest, 1.16 * longest)
     axes.set_ylim(tree.num_trajectories - 0.3, -0.7)

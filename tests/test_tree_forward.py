@@ -32,6 +32,7 @@ def expanded_logprobs(model, sequences, temperature=1.0):
     ids = torch.zeros(len(sequences), width, dtype=torch.long)
     for i, s in enumerate(sequences):
         ids[i, : len(s)] = torch.as_tensor(np.asarray(s))
+    ids = ids.to(model.device)
     logits = model(input_ids=ids, use_cache=False).logits.float() / temperature
     log_probs, entropies = [], []
     for i, s in enumerate(sequences):

@@ -1,14 +1,15 @@
 """TreeGRPOTrainer: TRL's GRPOTrainer with every shared prefix computed once."""
 
+import operator
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache
 from transformers import PreTrainedModel
-from trl import GRPOTrainer
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from harts_hf.execution import ForwardOptions, MicrobatchResult, forward_plan, train_plan
 from harts_hf.forward import check_token_ids
@@ -32,9 +33,10 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
     """
     Trainer for Group Relative Policy Optimization over prefix trees. A drop-in for [`~trl.GRPOTrainer`].
 
-    Each optimizer step is planned as a whole: the trajectories of all its gradient-accumulation steps form prefix trees,
-    each distinct prefix is computed once, forward and backward, and the loss is TRL's own. Gradients, loss and metrics
-    are those of the stock trainer up to rounding. Prefixes are found in the token ids, so any source of rollouts works.
+    Each optimizer step is planned as a whole: the trajectories of all its gradient-accumulation steps form prefix
+    trees, each distinct prefix is computed once, forward and backward, and the loss is TRL's own. Gradients, loss and
+    metrics are those of the stock trainer up to rounding. Prefixes are found in the token ids, so any source of
+    rollouts works.
 
     Args:
         model, reward_funcs, args, train_dataset, eval_dataset, processing_class, and all others:
@@ -44,8 +46,8 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
 
     Raises:
         UnsupportedModelError: the model has no tree forward, or a dropout above zero.
-        ValueError, NotImplementedError: an option that a tree cannot honour (DeepSpeed, FSDP, `torch_compile`, images, a
-            fused-backward optimizer); the message says what to do.
+        ValueError, NotImplementedError: an option that a tree cannot honour (DeepSpeed, FSDP, `torch_compile`, images,
+            a fused-backward optimizer); the message says what to do.
     """
 
     _tag_names = ["trl", "grpo", "harts"]
@@ -122,13 +124,13 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
             own = [placed[i] for i in result.microbatch.trajectories]
             for placement in placements(result.batch, own).values():
                 log_probs = placement.scatter(result.output.log_probs, log_probs)
-                if compute_entropy:
+                if result.output.entropies is not None:
                     entropies = placement.scatter(result.output.entropies, entropies)
             if compute_aux_loss:
                 sums.append(self._router_sums(result, own, num_micro_batches=1))
         aux_loss = None
         if compute_aux_loss:
-            totals = _total(sums)
+            totals = reduce(operator.add, sums)
             aux_loss = load_balancing_loss(totals, totals)[0]
         return log_probs, entropies if compute_entropy else None, aux_loss
 
@@ -146,8 +148,9 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
             # Resumed: TRL counts from 0, which would shift the phase between generation and optimizer steps.
             self._step = self.state.global_step * self.args.gradient_accumulation_steps
         model.train()
-        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):  # schedule-free optimizers
-            self.optimizer.train()
+        optimizer_train = getattr(self.optimizer, "train", None)
+        if callable(optimizer_train):  # schedule-free optimizers
+            optimizer_train()
         self._window.append(self._prepare_inputs(inputs))
         loss = torch.zeros((), device=self.accelerator.device)
         is_last = len(self._window) == self.current_gradient_accumulation_steps
@@ -188,7 +191,9 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
         def loss(result: MicrobatchResult) -> torch.Tensor:
             own = [placed[i] for i in result.microbatch.trajectories]
             places = placements(result.batch, own)
-            scores = len(result.output.log_probs)
+            log_probs, entropies = result.output.log_probs, result.output.entropies
+            assert entropies is not None  # asked for in the options above
+            scores = len(log_probs)
             gradient = torch.zeros(2, scores, device=device)  # of log-probs and of entropies
             for m, placement in places.items():
                 step.fill(m, placement, result.output)
@@ -197,7 +202,7 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
                 gradient[0] += placement.gather_gradient(used.log_probs, scores)
                 gradient[1] += placement.gather_gradient(used.entropies, scores)
                 step.remember(m, placement, used)
-            total = (result.output.log_probs * gradient[0] + result.output.entropies * gradient[1]).sum()
+            total = (log_probs * gradient[0] + entropies * gradient[1]).sum()
             if self.aux_loss_enabled:
                 sums = self._router_sums(result, own, len(window))
                 if not step.has_totals:
@@ -233,10 +238,10 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
         )
 
     def _pre_pass(
-        self, model, plan: StepPlan, placed: Sequence[PlacedTrajectory], options: ForwardOptions, step: "WindowState"
+        self, model, plan: StepPlan, placed: Sequence[PlacedTrajectory], options: ForwardOptions, step: WindowState
     ) -> None:
-        """One forward without graph, for the two quantities that couple trajectories of different microbatches: the
-        entropy quantile and the router's token fractions."""
+        """One forward without graph, for what couples trajectories of different microbatches: the entropy quantile and
+        the router's token fractions."""
         with torch.no_grad():
             for result in forward_plan(model, plan, placed, options, self.accelerator.device):
                 own = [placed[i] for i in result.microbatch.trajectories]
@@ -252,8 +257,11 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
                     step.entropies[m], mask, 1 - self.top_entropy_quantile
                 )
 
-    def _report(self, model, window: list[dict[str, Any]], step: "WindowState") -> torch.Tensor:
-        """TRL's own loss once per stock micro-batch, for loss and metrics; refuses a loss that coupled trajectories."""
+    def _report(self, model, window: list[dict[str, Any]], step: WindowState) -> torch.Tensor:
+        """TRL's own loss once per stock micro-batch, for loss and metrics.
+
+        Refuses a loss that coupled trajectories.
+        """
         total = torch.zeros((), device=self.accelerator.device)
         aux = step.aux_losses() if self.aux_loss_enabled else [total] * len(window)
         gradient_state = self.accelerator.gradient_state
@@ -275,6 +283,7 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
 
     def _load_best_model(self):
         if isinstance(self.model, PreTrainedModel):
+            assert self.state.best_model_checkpoint is not None  # else Trainer does not call this
             reload_weights(self.model, self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
@@ -294,6 +303,7 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
     ) -> RouterSums:
         config = causal_lm_of(self.accelerator.unwrap_model(self.model)).config.get_text_config()
         weights = group_weights(result.batch, own, num_micro_batches)
+        assert result.output.router_logits is not None  # asked for wherever sums are
         return router_sums(result.output.router_logits, weights, config.num_experts_per_tok)
 
 
@@ -305,10 +315,3 @@ def _splits_a_micro_batch(plan: StepPlan, placed: Sequence[PlacedTrajectory]) ->
             if home.setdefault(placed[i].micro_batch, k) != k:
                 return True
     return False
-
-
-def _total(sums: Sequence[RouterSums]) -> RouterSums:
-    total = sums[0]
-    for other in sums[1:]:
-        total = total + other
-    return total

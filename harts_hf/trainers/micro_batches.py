@@ -1,7 +1,7 @@
 """TRL's padded micro-batches and the trajectories in them: which token stands where.
 
-TRL holds a micro-batch as `input_ids` = left-padded prompts and right-padded completions. A stock micro-batch is the unit
-of TRL's loss; trajectories of several are planned together, and each keeps its place here.
+TRL holds a micro-batch as `input_ids` = left-padded prompts and right-padded completions. A stock micro-batch is the
+unit of TRL's loss; trajectories of several are planned together, and each keeps its place here.
 """
 
 from collections.abc import Sequence

@@ -30,8 +30,8 @@ def check_trajectory_dataset(dataset: Any, name: str, vocab_size: int, max_posit
     """
     if not isinstance(dataset, Dataset):
         raise TypeError(
-            f"{name}: trajectories need a map-style datasets.Dataset, got {type(dataset).__name__}; groups are gathered "
-            "over the whole set"
+            f"{name}: trajectories need a map-style datasets.Dataset, got {type(dataset).__name__}; groups are "
+            "gathered over the whole set"
         )
     columns = dataset.column_names
     if "completion_mask" not in columns:
@@ -52,7 +52,7 @@ def _check_table(table: pa.Table, name: str, first: int, vocab_size: int, max_po
     ids, lengths = _flatten(table, "input_ids", at)
     _require_integers(ids, at(0, "input_ids"))
     if len(empty := np.flatnonzero(lengths == 0)):
-        raise ValueError(f"{at(empty[0], 'input_ids')}: the trajectory is empty")
+        raise ValueError(f"{at(int(empty[0]), 'input_ids')}: the trajectory is empty")
     owner = np.repeat(np.arange(len(lengths)), lengths)
     if len(bad := np.flatnonzero((ids < 0) | (ids >= vocab_size))):
         raise ValueError(
@@ -60,7 +60,7 @@ def _check_table(table: pa.Table, name: str, first: int, vocab_size: int, max_po
         )
     if max_positions is not None and len(long := np.flatnonzero(lengths > max_positions)):
         raise ValueError(
-            f"{at(long[0], 'input_ids')}: {lengths[long[0]]} tokens, but the model has {max_positions} positions"
+            f"{at(int(long[0]), 'input_ids')}: {lengths[long[0]]} tokens, but the model has {max_positions} positions"
         )
 
     mask, mask_lengths = _flatten(table, "completion_mask", at)
@@ -72,16 +72,16 @@ def _check_table(table: pa.Table, name: str, first: int, vocab_size: int, max_po
     starts = np.cumsum(lengths) - lengths
     if len(bad := np.flatnonzero(mask[starts])):
         raise ValueError(
-            f"{at(bad[0], 'completion_mask')}: the first token has no context, so it cannot be trained; start with 0"
+            f"{at(int(bad[0]), 'completion_mask')}: the first token has no context, so it cannot be trained; start with 0"
         )
     if len(single := np.flatnonzero(lengths < 2)):
-        raise ValueError(f"{at(single[0], 'input_ids')}: one token alone has nothing to train")
+        raise ValueError(f"{at(int(single[0]), 'input_ids')}: one token alone has nothing to train")
 
     for field in ("advantage", "reward"):
         if field in table.column_names and not (field == "reward" and "advantage" in table.column_names):
             values = _column(table, field, at).to_numpy(zero_copy_only=False).astype(np.float64)
             if len(bad := np.flatnonzero(~np.isfinite(values))):
-                raise ValueError(f"{at(bad[0], field)}: must be a finite number, got {values[bad[0]]}")
+                raise ValueError(f"{at(int(bad[0]), field)}: must be a finite number, got {values[bad[0]]}")
     if "old_log_probs" in table.column_names:
         old, old_lengths = _flatten(table, "old_log_probs", at)
         _require_same_lengths(old_lengths, lengths, lambda i: at(i, "old_log_probs"))
@@ -90,8 +90,8 @@ def _check_table(table: pa.Table, name: str, first: int, vocab_size: int, max_po
         if len(bad := np.flatnonzero(~np.isfinite(old.astype(np.float64)) & (mask == 1))):
             position = bad[0] - starts[owner[bad[0]]]
             raise ValueError(
-                f"{at(owner[bad[0]], 'old_log_probs')}: must be finite where completion_mask is 1, got {old[bad[0]]} at "
-                f"token {position}"
+                f"{at(owner[bad[0]], 'old_log_probs')}: must be finite where completion_mask is 1, got {old[bad[0]]} "
+                f"at token {position}"
             )
 
 
