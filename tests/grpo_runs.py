@@ -1,4 +1,4 @@
-"""Runs of a GRPO trainer on fixed rollouts, recorded for comparison: gradients before each update, logs, parameters."""
+"""Runs of a GRPO trainer on fixed rollouts, recorded for comparison: gradients at each update, logs, parameters."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -27,9 +27,11 @@ class Run:
 
 
 class Rollouts:
-    """A `rollout_func` that returns the same trajectories whatever the policy: a prompt of 20 tokens, a trunk of 30 shared by
-    all completions of the prompt, with a stretch of environment tokens, then branches that fork again. Completions contain
-    EOS inside; two are duplicates and one ends where others go on."""
+    """A `rollout_func` that returns the same trajectories whatever the policy.
+
+    A prompt of 20 tokens, a trunk of 30 shared by all completions of the prompt, with a stretch of environment tokens,
+    then branches that fork again. Completions contain EOS inside, and one ends where others go on.
+    """
 
     def __init__(self, num_prompts: int = 2, truncate: bool = False, sampler_noise: float | None = None):
         rng = np.random.default_rng(0)

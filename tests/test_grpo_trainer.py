@@ -1,7 +1,7 @@
 """One step of TreeGRPOTrainer is one step of GRPOTrainer: loss, gradients and every metric, for each of TRL's options.
 
-Every case runs two optimizer steps on the same completions (`num_iterations=2`), so that ratios leave 1 in the second: on
-policy, most losses have the same gradient. The stock trainer under another padding gives the noise that a correct
+Every case runs two optimizer steps on the same completions (`num_iterations=2`), so that ratios leave 1 in the second:
+on policy, most losses have the same gradient. The stock trainer under another padding gives the noise that a correct
 implementation may show.
 """
 

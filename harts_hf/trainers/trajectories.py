@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     class _Trainer(GRPOTrainer):
-        """What the mixin stands before. These types cannot be read off Trainer, whose own are wider than what is set."""
+        """What the mixin stands before, with the types of what is set: Trainer's own are wider."""
 
         accelerator: Any
         args: Any

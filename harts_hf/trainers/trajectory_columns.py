@@ -1,6 +1,6 @@
 """Checks of a dataset of trajectories: what is wrong is named with its trajectory and field before anything trains."""
 
-from typing import Any
+from typing import Any, SupportsInt
 
 import numpy as np
 import pyarrow as pa
@@ -46,13 +46,13 @@ def check_trajectory_dataset(dataset: Any, name: str, vocab_size: int, max_posit
 
 
 def _check_table(table: pa.Table, name: str, first: int, vocab_size: int, max_positions: int | None) -> None:
-    def at(index: int, field: str) -> str:
-        return f"{name}, trajectory {first + index}, {field}"
+    def at(index: SupportsInt, field: str) -> str:
+        return f"{name}, trajectory {first + int(index)}, {field}"
 
     ids, lengths = _flatten(table, "input_ids", at)
     _require_integers(ids, at(0, "input_ids"))
     if len(empty := np.flatnonzero(lengths == 0)):
-        raise ValueError(f"{at(int(empty[0]), 'input_ids')}: the trajectory is empty")
+        raise ValueError(f"{at(empty[0], 'input_ids')}: the trajectory is empty")
     owner = np.repeat(np.arange(len(lengths)), lengths)
     if len(bad := np.flatnonzero((ids < 0) | (ids >= vocab_size))):
         raise ValueError(
@@ -60,7 +60,7 @@ def _check_table(table: pa.Table, name: str, first: int, vocab_size: int, max_po
         )
     if max_positions is not None and len(long := np.flatnonzero(lengths > max_positions)):
         raise ValueError(
-            f"{at(int(long[0]), 'input_ids')}: {lengths[long[0]]} tokens, but the model has {max_positions} positions"
+            f"{at(long[0], 'input_ids')}: {lengths[long[0]]} tokens, but the model has {max_positions} positions"
         )
 
     mask, mask_lengths = _flatten(table, "completion_mask", at)
@@ -72,16 +72,16 @@ def _check_table(table: pa.Table, name: str, first: int, vocab_size: int, max_po
     starts = np.cumsum(lengths) - lengths
     if len(bad := np.flatnonzero(mask[starts])):
         raise ValueError(
-            f"{at(int(bad[0]), 'completion_mask')}: the first token has no context, so it cannot be trained; start with 0"
+            f"{at(bad[0], 'completion_mask')}: the first token has no context, so it cannot be trained; start with 0"
         )
     if len(single := np.flatnonzero(lengths < 2)):
-        raise ValueError(f"{at(int(single[0]), 'input_ids')}: one token alone has nothing to train")
+        raise ValueError(f"{at(single[0], 'input_ids')}: one token alone has nothing to train")
 
     for field in ("advantage", "reward"):
         if field in table.column_names and not (field == "reward" and "advantage" in table.column_names):
             values = _column(table, field, at).to_numpy(zero_copy_only=False).astype(np.float64)
             if len(bad := np.flatnonzero(~np.isfinite(values))):
-                raise ValueError(f"{at(int(bad[0]), field)}: must be a finite number, got {values[bad[0]]}")
+                raise ValueError(f"{at(bad[0], field)}: must be a finite number, got {values[bad[0]]}")
     if "old_log_probs" in table.column_names:
         old, old_lengths = _flatten(table, "old_log_probs", at)
         _require_same_lengths(old_lengths, lengths, lambda i: at(i, "old_log_probs"))

@@ -28,7 +28,7 @@ class WindowState:
 
     Attributes:
         window: as given.
-        log_probs, entropies (lists of `[B, T]`, fp32): one per stock micro-batch, detached; filled as microbatches run.
+        log_probs, entropies (lists of `[B, T]`, fp32): per stock micro-batch, detached; filled as microbatches run.
         gradients (list of `[2, B, T]`, fp32): the gradients used, with respect to log-probs and to entropies.
         entropy_masks (list of `[B, T]`, bool, or `None`): tokens above the entropy quantile, when that option is on.
         has_totals (`bool`): whether the router sums are those of the whole step.
