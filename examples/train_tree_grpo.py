@@ -125,10 +125,12 @@ def main() -> None:
         dataset = rollouts
     else:
         dataset = trajectories_from_chats(rollouts, tokenizer, example.max_length, example.step_wise)
+        if PartialState().is_main_process:
+            print(f"{len(dataset)} trajectories from {len(rollouts)} chats, cut at {example.max_length} tokens")
 
     def train(trainer_class) -> tuple[GRPOTrainer, Run]:
         if PartialState().is_main_process:
-            print(f"\n{trainer_class.__name__}: {len(dataset)} trajectories")
+            print(f"\n{trainer_class.__name__}")
         timer = StepTimer()
         trainer = trainer_class(
             model=checkpoint,

@@ -33,12 +33,14 @@ class ForwardOptions:
     Attributes:
         temperature (`float`): the logits are divided by it.
         with_entropies, with_router_logits (`bool`): what the output holds beside log-probs.
+        head_in_fp32 (`bool`): project to the vocabulary in fp32 whatever the model's dtype and autocast.
         autocast: a function that returns the context of the forward.
     """
 
     temperature: float = 1.0
     with_entropies: bool = True
     with_router_logits: bool = False
+    head_in_fp32: bool = False
     autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
 
@@ -87,6 +89,7 @@ def _forward_microbatch(
             temperature=options.temperature,
             with_entropies=options.with_entropies,
             with_router_logits=options.with_router_logits,
+            head_in_fp32=options.head_in_fp32,
         )
     return MicrobatchResult(microbatch, batch, output)
 

@@ -7,6 +7,7 @@ pass it through. Functions of the modeling module stay wrapped once some instanc
 as before.
 """
 
+import contextlib
 import inspect
 from dataclasses import dataclass
 
@@ -175,6 +176,7 @@ class _TreeForward:
         temperature: float = 1.0,
         with_entropies: bool = True,
         with_router_logits: bool = False,
+        head_in_fp32: bool = False,
         **unused,
     ) -> TreeOutput:
         given = [name for name, value in unused.items() if value is not None]
@@ -197,7 +199,11 @@ class _TreeForward:
                 harts_batch=batch,
                 **extra,
             )
-        log_probs, entropies = self._head(output.last_hidden_state[0], batch, temperature, with_entropies)
+        hidden = output.last_hidden_state[0, batch.score_parents]
+        no_autocast = torch.autocast(hidden.device.type, enabled=False) if head_in_fp32 else contextlib.nullcontext()
+        with no_autocast:
+            hidden = hidden.float() if head_in_fp32 else hidden
+            log_probs, entropies = self._head(hidden, batch, temperature, with_entropies)
         return TreeOutput(
             log_probs=log_probs,
             entropies=entropies,
@@ -206,7 +212,7 @@ class _TreeForward:
         )
 
     def _head(self, hidden: torch.Tensor, batch: CompactBatch, temperature: float, with_entropies: bool):
-        """Log-probs and entropies of the scored tokens from the last hidden states `[C, D]`."""
+        """Log-probs and entropies of the scored tokens from the hidden states `[P, D]` that predict them."""
         head = self.model.get_output_embeddings()
         assert head is not None  # a causal LM has one
         weight, bias = head.weight, head.bias
@@ -215,7 +221,7 @@ class _TreeForward:
             bias = None if bias is None else bias.full_tensor()
         config = self.model.config.get_text_config()
         return linear_log_probs(
-            hidden[batch.score_parents],
+            hidden,
             weight,
             batch.score_targets,
             bias=bias,

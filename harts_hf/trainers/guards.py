@@ -31,7 +31,7 @@ def refuse_options(trainer: GRPOTrainer) -> None:
 
     Raises:
         NotImplementedError: DeepSpeed, FSDP, a model that is sharded at load time, or images.
-        ValueError: `torch_compile`, or an optimizer that updates in the backward pass.
+        ValueError: `torch_compile`, embedding noise, or an optimizer that updates in the backward pass.
     """
     args = trainer.args
     kind = trainer.accelerator.distributed_type
@@ -44,8 +44,12 @@ def refuse_options(trainer: GRPOTrainer) -> None:
         raise NotImplementedError("sharded models need the same number of microbatches on every rank. Use DDP.")
     if args.torch_compile:
         raise ValueError("torch_compile=True is not supported: every step has another tree. Leave it off.")
-    if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
+    if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO) or "layerwise" in args.optim:
         raise ValueError(f"optim={args.optim} updates in the backward pass, and a planned step has several.")
+    if args.neftune_noise_alpha is not None:
+        raise ValueError(
+            "neftune_noise_alpha would give a shared row one noise instead of one per trajectory. Leave it off."
+        )
     for name, dataset in (("train_dataset", trainer.train_dataset), ("eval_dataset", trainer.eval_dataset)):
         columns = set(getattr(dataset, "column_names", None) or ())
         if columns & {"image", "images"}:

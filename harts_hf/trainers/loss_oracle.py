@@ -37,12 +37,13 @@ class LossGradient:
 
     Attributes:
         loss (`[]`): the loss, detached, scaled for gradient accumulation.
-        log_probs, entropies (`[B, T]`, fp32): its gradient with respect to each; 0 where the loss does not read it.
+        log_probs (`[B, T]`, fp32): its gradient with respect to the log-probs.
+        entropies (`[B, T]`, fp32, or `None`): with respect to the entropies; `None` where the loss does not read them.
     """
 
     loss: torch.Tensor
     log_probs: torch.Tensor
-    entropies: torch.Tensor
+    entropies: torch.Tensor | None
 
 
 class LossOracle:
@@ -82,8 +83,8 @@ class LossOracle:
         if not trainer.loss_is_scaled_for_ga:
             loss = loss / trainer.current_gradient_accumulation_steps
         gradients = torch.autograd.grad(loss, [log_probs, entropies], allow_unused=True)
-        used = [torch.zeros_like(log_probs) if g is None else g for g in gradients]
-        return LossGradient(loss.detach(), *used)
+        of_log_probs = torch.zeros_like(log_probs) if gradients[0] is None else gradients[0]
+        return LossGradient(loss.detach(), of_log_probs, gradients[1])
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:

@@ -184,7 +184,7 @@ class TrajectoryDatasetMixin(_Trainer):
     def _log_trajectories(self, inputs: list[dict[str, Any]], batch: dict[str, torch.Tensor], mode: str) -> None:
         metrics = self._metrics[mode]
         gather = self.accelerator.gather
-        tokens = gather(batch["prompt_mask"].sum() + batch["completion_mask"].sum()).sum()
+        tokens = gather(batch["prompt_mask"].sum() + (batch["completion_mask"] * batch["tool_mask"]).sum()).sum()
         if mode == "train":
             self.state.num_input_tokens_seen += tokens.item()
         metrics["num_tokens"] = [self.state.num_input_tokens_seen]
@@ -264,8 +264,8 @@ def group_advantages(rewards: list[float], groups: list, scale_rewards: str) -> 
     _, index = np.unique(np.array([str(g) for g in groups]), return_inverse=True)
     advantages = torch.empty_like(reward)
     batch_std = nanstd(reward) if len(reward) > 1 else torch.zeros(())
-    for g in range(index.max() + 1):
-        members = torch.from_numpy(np.flatnonzero(index == g))
+    by_group = np.split(np.argsort(index, kind="stable"), np.cumsum(np.bincount(index))[:-1])
+    for members in map(torch.from_numpy, by_group):
         own = reward[members]
         centred = own - own.mean()
         if scale_rewards == "group":

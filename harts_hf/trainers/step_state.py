@@ -16,28 +16,28 @@ from .micro_batches import Placement
 _COUPLING_TOLERANCE = 1e-4
 
 
-class WindowState:
+class StepState:
     """Log-probs, entropies and gradients of one optimizer step, per stock micro-batch.
 
     Tokens that the loss does not read keep their old log-prob: their ratio is then 1, so that a masked token can give
     neither an infinity nor a NaN.
 
     Args:
-        window: TRL's inputs of each stock micro-batch.
+        micro_batches: TRL's inputs of each stock micro-batch.
         device: where the tensors live.
 
     Attributes:
-        window: as given.
+        micro_batches: as given.
         log_probs, entropies (lists of `[B, T]`, fp32): per stock micro-batch, detached; filled as microbatches run.
         gradients (list of `[2, B, T]`, fp32): the gradients used, with respect to log-probs and to entropies.
         entropy_masks (list of `[B, T]`, bool, or `None`): tokens above the entropy quantile, when that option is on.
         has_totals (`bool`): whether the router sums are those of the whole step.
     """
 
-    def __init__(self, window: list[dict[str, Any]], device: torch.device):
-        self.window = window
+    def __init__(self, micro_batches: list[dict[str, Any]], device: torch.device):
+        self.micro_batches = micro_batches
         self.log_probs = []
-        for inputs in window:
+        for inputs in micro_batches:
             filler = inputs.get("old_per_token_logps")
             if filler is None:
                 filler = inputs.get("ref_per_token_logps")
@@ -46,7 +46,7 @@ class WindowState:
             self.log_probs.append(filler.float().clone())
         self.entropies = [torch.zeros_like(x) for x in self.log_probs]
         self.gradients = [torch.zeros(2, *x.shape, device=device) for x in self.log_probs]
-        self.entropy_masks: list[torch.Tensor | None] = [None] * len(window)
+        self.entropy_masks: list[torch.Tensor | None] = [None] * len(micro_batches)
         self.has_totals = False
         self._router_sums: RouterSums | None = None
 
@@ -66,7 +66,8 @@ class WindowState:
         """Keep the gradient that was used for the tokens of a placement."""
         at = (placement.rows, placement.columns)
         self.gradients[m][0][at] = used.log_probs[at].float()
-        self.gradients[m][1][at] = used.entropies[at].float()
+        if used.entropies is not None:
+            self.gradients[m][1][at] = used.entropies[at].float()
 
     def refuse_coupling(self, m: int, final: LossGradient, loss_type: str) -> None:
         """Raise if the gradient with all log-probs known differs from the one that was used.
@@ -77,8 +78,9 @@ class WindowState:
         for name, used, known in zip(
             ("log-probs", "entropies"), self.gradients[m], (final.log_probs, final.entropies), strict=True
         ):
-            difference = (used - known.float()).nan_to_num().abs().max()
-            if difference > _COUPLING_TOLERANCE * known.float().nan_to_num().abs().max():
+            known = torch.zeros_like(used) if known is None else known.float().nan_to_num()
+            difference = (used.nan_to_num() - known).abs().max()
+            if difference > _COUPLING_TOLERANCE * known.abs().max():
                 raise RuntimeError(
                     f"the loss '{loss_type}' couples trajectories: its gradient with respect to the {name} changed by "
                     f"{difference.item():.3g} once all of the step were known, so splitting the step into planned "
