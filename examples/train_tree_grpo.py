@@ -192,7 +192,7 @@ def print_table(config: TreeGRPOConfig, tree: Run, stock: Run | None) -> None:
     print()
     print(f"{'step':<6}{'loss, tree':>16}{'stock':>16}{'grad norm, tree':>20}{'stock':>16}{'difference':>14}")
     for i, (a, b) in enumerate(zip(tree.logs, stock.logs, strict=True), start=1):
-        difference = abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"]
+        difference = abs(a["grad_norm"] - b["grad_norm"]) / max(b["grad_norm"], 1e-12)
         print(
             f"{i:<6}{a['loss']:>16.7f}{b['loss']:>16.7f}{a['grad_norm']:>20.7f}{b['grad_norm']:>16.7f}{difference:>14.1e}"
         )
