@@ -4,11 +4,15 @@ Compared are log-probs, entropies and the gradient of every parameter.
 """
 
 import copy
+import gzip
 import importlib
+import json
+import os
 import pickle
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -120,6 +124,31 @@ def test_shapes(model_type):
     model = tiny_model(model_type)
     for name, sequences in shapes(np.random.default_rng(3), VOCAB):
         assert_equal_to_expanded(model, sequences, 0, name)
+
+
+@pytest.mark.parametrize("model_type", ["bailing_hybrid", "qwen3_next"])
+def test_bundled_rollouts(model_type):
+    """Four real trials of a customer-service task, as bytes: they part in the middle of the first turns."""
+    model = tiny_model(model_type, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    path = Path(__file__).parent.parent / "examples" / "data" / "tau_bench_airline" / "rollouts.jsonl.gz"
+    with gzip.open(path, "rt") as file:
+        chats = [json.loads(line)["messages"] for line in file][:4]
+    texts = ["".join(message["content"] for message in chat[1:]).encode()[:600] for chat in chats]
+    sequences = [np.frombuffer(text, dtype=np.uint8).astype(np.int64) + 2 for text in texts]
+    sequences += [sequences[0][:n] for n in (100, 333)]  # step-wise samples of the first
+    assert_equal_to_expanded(model, sequences, 0, "tau-bench")
+
+
+@pytest.mark.skipif("HARTS_ROLLOUTS" not in os.environ, reason="HARTS_ROLLOUTS names no folder of rollouts")
+@pytest.mark.parametrize("name", ["toolbench_dfs_tree", "tot_game24_bfs_tree", "hotpotqa_react", "gsm8k_openai"])
+def test_rollouts(name):
+    """Real search trees and groups, their vocabulary folded into the tiny model's."""
+    data = np.load(Path(os.environ["HARTS_ROLLOUTS"]) / f"{name}.npz")
+    offsets, tokens = data["offsets"], data["tokens"]
+    members = np.flatnonzero(data["group"] == data["group"][0])[:8]
+    sequences = [tokens[offsets[i] : offsets[i + 1]][:700] % (VOCAB - 2) + 2 for i in members]
+    model = tiny_model("bailing_hybrid", num_hidden_layers=2)
+    assert_equal_to_expanded(model, sequences, 0, name)
 
 
 def test_temperature():
