@@ -156,15 +156,16 @@ class DataCollatorWithPrefixTree:
     """Collate trajectories into one compact batch, in the style of `DataCollatorWithFlattening`.
 
     Pass the result to a model with a tree forward, `model(**batch)`: it returns the mean loss over the trained tokens
-    of all trajectories, as the expanded batch would give, and their log-probs. Trained tokens come from `labels` (-100
-    is not trained) or from `completion_mask`; without either, all tokens but the first are trained.
+    of all trajectories, as the expanded batch would give, and their log-probs. `Trainer` counts `labels` over its
+    accumulation steps, so a plain `Trainer` fine-tunes on trees. Trained tokens come from `labels` (-100 is not
+    trained) or from `completion_mask`; without either, all tokens but the first are trained.
 
     Features: `input_ids`, optional `labels` or `completion_mask` of the same length, and any further field. A field
     with one value per token is concatenated like `input_ids`; a number is stacked, one per trajectory.
 
     Returns a dict of tensors:
         `tree_input_ids` (`[S]`, int64): tokens of all trajectories, one after another;
-        `tree_completion_mask` (`[S]`, bool): which of them are trained;
+        `labels` (`[S]`, int64): the same tokens, -100 where they are not trained;
         `tree_cu_seqlens` (`[N + 1]`, int64): where each trajectory starts;
         `input_ids`, `position_ids`, `counts` (`[1, C]`, int64): the rows of the prefix tree in depth-first order;
         and each further field: `[S]` per token or `[N]` per trajectory.
@@ -187,7 +188,7 @@ class DataCollatorWithPrefixTree:
         lengths = [len(ids) for ids in sequences]
         batch = {
             "tree_input_ids": torch.from_numpy(np.concatenate(sequences)),
-            "tree_completion_mask": torch.from_numpy(np.concatenate(masks)),
+            "labels": torch.from_numpy(np.where(np.concatenate(masks), np.concatenate(sequences), -100)),
             "tree_cu_seqlens": torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])),
             "input_ids": torch.from_numpy(tree.token_ids)[None],
             "position_ids": torch.from_numpy(tree.position_ids)[None],
@@ -203,11 +204,11 @@ class DataCollatorWithPrefixTree:
 def compact_batch_from_features(features: dict[str, torch.Tensor], device: torch.device) -> CompactBatch:
     """The compact batch of a [`DataCollatorWithPrefixTree`] dict, on `device`.
 
-    Reads `tree_input_ids`, `tree_completion_mask` and `tree_cu_seqlens`.
+    Reads `tree_input_ids`, `labels` and `tree_cu_seqlens`.
     """
     bounds = list(itertools.pairwise(features["tree_cu_seqlens"].tolist()))
     tokens = features["tree_input_ids"].cpu().numpy()
-    mask = features["tree_completion_mask"].cpu().numpy()
+    mask = features["labels"].cpu().numpy() != -100
     sequences = [tokens[start:end] for start, end in bounds]
     return CompactBatch(PrefixTree.from_sequences(sequences), [mask[start:end] for start, end in bounds], device)
 

@@ -106,6 +106,7 @@ def train(
     trainer_options: dict | None = None,
     prepare=None,
     resume: str | None = None,
+    quiet: bool = True,
     lora=None,
     eval_dataset=None,
     dtype: torch.dtype = torch.float32,
@@ -145,7 +146,7 @@ def train(
     if eval_dataset is not None:
         trainer_options["eval_dataset"] = eval_dataset
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore" if quiet else "default")
         trainer = trainer_class(
             model=AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype),
             args=TreeGRPOConfig(**options),

@@ -1,12 +1,13 @@
 """Training on given trajectories: equal to the stock trainer on the same data, resumable, strict about bad input."""
 
+import contextlib
 import math
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, List, Value
 from grpo_runs import gradient_error, metric_errors, save_checkpoint, train
 from tiny_models import VOCAB
 from trl import GRPOTrainer
@@ -109,6 +110,31 @@ def test_resume_in_the_middle_of_an_epoch(checkpoint, tmp_path):
             assert torch.equal(resumed.parameters[name], parameter), f"{name} after resuming at step {checkpoint_step}"
 
 
+@pytest.mark.parametrize("options", [{"num_iterations": 2}, {"steps_per_generation": 4}])
+def test_resume_inside_a_generation_batch(options, checkpoint, tmp_path):
+    """With given old log-probs the run goes on as if nothing had happened; without, the user is told."""
+    options = {
+        "num_generations": 2,
+        "per_device_train_batch_size": 4,
+        "max_steps": 3,
+        "shuffle_dataset": True,
+        **options,
+    }
+    for with_old in (True, False):
+        given = {"train_dataset": step_wise_trajectories(num_episodes=16, with_old=with_old)}
+        whole = train(
+            TreeGRPOTrainer, checkpoint, tmp_path / "w", None, given, save_strategy="steps", save_steps=1, **options
+        )
+        cut = str(tmp_path / "w" / "checkpoint-1")
+        warned = pytest.warns(UserWarning, match="inside a generation batch")
+        with contextlib.nullcontext() if with_old else warned:
+            resumed = train(
+                TreeGRPOTrainer, checkpoint, tmp_path / "r", None, given, resume=cut, quiet=with_old, **options
+            )
+        if with_old:
+            assert all(torch.equal(resumed.parameters[n], p) for n, p in whole.parameters.items())
+
+
 def test_evaluation_on_trajectories(checkpoint, tmp_path):
     data = step_wise_trajectories()
     logs = []
@@ -135,7 +161,8 @@ def _bad(**changes) -> Dataset:
             "input_ids": [2, 3, 4, 5],
             "completion_mask": [0, 0, 1, 1],
             "advantage": 1.0,
-            "old_log_probs": [0.0, 0.0, -1.0, -1.0],
+            "group": "a",
+            "old_log_probs": [None, None, -1.0, -1.0],
         }
         for _ in range(12)
     ]
@@ -154,6 +181,8 @@ def _bad(**changes) -> Dataset:
         ({"input_ids": [2, -3, 4, 5]}, "input_ids", "vocabulary"),
         ({"advantage": math.nan}, "advantage", "finite"),
         ({"advantage": None}, "advantage", "missing"),
+        ({"advantage": 1e300}, "advantage", "finite"),
+        ({"group": None}, "group", "missing"),
         ({"old_log_probs": [0.0, 0.0, math.nan, -1.0]}, "old_log_probs", "finite.*token 2"),
         ({"old_log_probs": [0.0]}, "old_log_probs", "1 entries"),
         (
@@ -178,6 +207,10 @@ def test_bad_columns_are_named(checkpoint, tmp_path):
     start(floats, TypeError, "input_ids.*integers")
     start(good.remove_columns("completion_mask"), ValueError, "completion_mask")
     start(good.remove_columns("advantage"), ValueError, "advantage column, or a reward and a group")
+    text = good.remove_columns("advantage").add_column("advantage", ["1"] * 12)
+    start(text, TypeError, "advantage.*number")
+    lists = good.remove_columns("group").add_column("group", [[1]] * 12)
+    start(lists, TypeError, "group.*integer or a string")
     start(good.to_iterable_dataset(), TypeError, "map-style")
     start(good.select(range(4)), ValueError, "4 trajectories, fewer than one optimizer step's batch of 8")
     start(
@@ -185,6 +218,35 @@ def test_bad_columns_are_named(checkpoint, tmp_path):
         TypeError,
         "list",
     )
+
+
+def test_options_of_generation_are_refused(checkpoint, tmp_path):
+    given = {"trainer_options": {"train_dataset": _bad()}}
+    with pytest.raises(ValueError, match="mask_truncated_completions"):
+        train(TreeGRPOTrainer, checkpoint, tmp_path, **given, mask_truncated_completions=True)
+    with pytest.raises(ValueError, match="one reward"):
+        train(TreeGRPOTrainer, checkpoint, tmp_path, **given, multi_objective_aggregation="normalize_then_sum")
+    prompts = Dataset.from_dict({"prompt": ["x"]})
+    with pytest.raises(ValueError, match="eval_dataset holds prompts"):
+        train(TreeGRPOTrainer, checkpoint, tmp_path, **given, eval_dataset=prompts)
+
+
+@pytest.mark.parametrize("layout", ["torch", "numpy", "fixed-size lists"])
+def test_layout_of_the_dataset_does_not_matter(layout, checkpoint, tmp_path):
+    data = _bad().remove_columns("advantage").add_column("reward", [float(i % 5) for i in range(12)])
+    plain = train(TreeGRPOTrainer, checkpoint, tmp_path, trainer_options={"train_dataset": data})
+    if layout == "fixed-size lists":
+        ids = List(Value("int32"), length=4)
+        other = data.cast_column("input_ids", ids)
+    else:
+        other = data.with_format(layout)
+    run = train(TreeGRPOTrainer, checkpoint, tmp_path, trainer_options={"train_dataset": other})
+    assert all(torch.equal(run.parameters[n], p) for n, p in plain.parameters.items())
+
+
+def test_trajectories_left_out_are_counted():
+    with pytest.warns(UserWarning, match="3 of 11 trajectories.*always the same"):
+        GroupedTrajectorySampler(["a"] * 11, block=4, repeat=1, shuffle=False, seed=0)
 
 
 def test_selected_rows_are_checked_by_their_own_index(checkpoint, tmp_path):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from forests import random_forest, shapes
-from tiny_models import HYBRIDS, TINY, VOCAB, tiny_model
+from tiny_models import HYBRIDS, TINY, VOCAB, byte_tokenizer, tiny_model
 
 from harts_hf import (
     DataCollatorWithPrefixTree,
@@ -394,6 +394,64 @@ def test_collator_trains_like_the_expanded_batch():
     for name, gradient in actual.items():
         expected = dict(model.named_parameters())[name].grad
         assert (gradient - expected).norm() <= GRADIENT_TOLERANCE * expected.norm().clamp(min=1e-4), name
+
+
+@pytest.mark.parametrize("field", ["labels", "completion_mask"])
+def test_a_plain_trainer_fine_tunes_on_trees(field, tmp_path):
+    """`Trainer` with the collator equals `Trainer` on the expanded trajectories, over accumulation steps too."""
+    from datasets import Dataset
+    from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+
+    rng = np.random.default_rng(31)
+    trunk = rng.integers(2, VOCAB, 40)
+    rows = []
+    for n in (5, 30, 12, 7, 50, 3):
+        ids = np.concatenate([trunk[: int(rng.integers(20, 40))], rng.integers(2, VOCAB, n)])
+        mask = np.arange(len(ids)) >= len(ids) - n
+        rows.append({"input_ids": ids, "labels": np.where(mask, ids, -100), "completion_mask": mask.astype(int)})
+
+    def train(model, columns, collator):
+        args = TrainingArguments(
+            tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=3, max_steps=1, optim="sgd",
+            learning_rate=1.0, max_grad_norm=0.0, report_to="none", save_strategy="no", use_cpu=True, seed=0,
+            lr_scheduler_type="constant", disable_tqdm=True,
+        )  # fmt: skip
+        data = Dataset.from_list([{name: row[name] for name in columns} for row in rows])
+        trainer = Trainer(model, args, train_dataset=data, eval_dataset=data, data_collator=collator)
+        trainer.train()
+        return trainer
+
+    tree = enable_tree_forward(tiny_model("bailing_hybrid", num_hidden_layers=2))
+    trained = train(tree, ["input_ids", field], DataCollatorWithPrefixTree())
+    stock = tiny_model("bailing_hybrid", num_hidden_layers=2)
+    expected = train(stock, ["input_ids", "labels"], DataCollatorForSeq2Seq(byte_tokenizer(), padding_side="right"))
+    start = dict(tiny_model("bailing_hybrid", num_hidden_layers=2).named_parameters())
+    for name, parameter in stock.named_parameters():
+        moved = (parameter - start[name]).norm()
+        difference = (dict(tree.named_parameters())[name] - parameter).norm()
+        assert difference <= 1e-4 * moved.clamp(min=1e-3), name
+    assert trained.evaluate()["eval_loss"] > 0 and expected.evaluate()["eval_loss"] > 0
+
+
+def test_adapters_that_a_tree_cannot_honour():
+    from peft import LoKrConfig, LoraConfig, get_peft_model
+
+    head = LoraConfig(target_modules=["lm_head", "q_proj"], lora_dropout=0.0, init_lora_weights=False)
+    with pytest.raises(UnsupportedModelError, match="output head"):
+        tree_logprobs(enable_tree_forward(get_peft_model(tiny_model("llama"), head)), [[1, 2, 3]])
+    for dropout in ({"rank_dropout": 0.5}, {"module_dropout": 0.5}):
+        model = get_peft_model(tiny_model("llama"), LoKrConfig(target_modules=["q_proj"], **dropout)).train()
+        with pytest.raises(UnsupportedModelError, match=next(iter(dropout))):
+            tree_logprobs(enable_tree_forward(model), [[1, 2, 3]])
+
+
+def test_models_without_a_vocabulary_head():
+    from transformers import AutoModel, AutoModelForSequenceClassification
+
+    config = tiny_model("llama").config
+    for kind in (AutoModel, AutoModelForSequenceClassification):
+        with pytest.raises(UnsupportedModelError, match="no causal LM"):
+            enable_tree_forward(kind.from_config(config))
 
 
 def test_collator_names_bad_features():

@@ -66,7 +66,12 @@ def enable_tree_forward(model):
     """
     base = causal_lm_of(model)
     if not has_tree_forward(base):
-        tree_forward = _TreeForward(base, family_of(base), base.__dict__.get("forward"))
+        family = family_of(base)
+        if base.get_output_embeddings() is None:
+            raise UnsupportedModelError(
+                f"{type(base).__name__} is no causal LM: it has no output head over the vocabulary"
+            )
+        tree_forward = _TreeForward(base, family, base.__dict__.get("forward"))
         tree_forward.install_seams()
         base.forward = tree_forward
         setattr(base, _ATTRIBUTE, tree_forward)
@@ -146,8 +151,15 @@ class _TreeForward:
         install_linear_attention_seam(self.family)
 
     @property
-    def __signature__(self) -> inspect.Signature:  # `generate` validates its arguments against it
-        return inspect.signature(self._original)
+    def __signature__(self) -> inspect.Signature:
+        """The original's, by which `generate` validates its arguments, and `completion_mask`, which `Trainer` would else
+        drop as an unused column before the collator sees it."""
+        signature = inspect.signature(self._original)
+        parameters = [p for p in signature.parameters.values() if p.name != "completion_mask"]
+        mask = inspect.Parameter("completion_mask", inspect.Parameter.KEYWORD_ONLY, default=None)
+        has_kwargs = bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+        parameters.insert(len(parameters) - has_kwargs, mask)
+        return signature.replace(parameters=parameters)
 
     @property
     def _original(self):
@@ -157,17 +169,18 @@ class _TreeForward:
         if harts_batch is not None:
             return self._run(harts_batch, **kwargs)
         if "tree_input_ids" in kwargs:
-            return self._run_features(kwargs)
+            return self._run_features(kwargs, kwargs.get("num_items_in_batch"))
         return self._original(*args, **kwargs)
 
-    def _run_features(self, features) -> TreeOutput:
+    def _run_features(self, features, num_items_in_batch) -> TreeOutput:
         batch = compact_batch_from_features(features, features["tree_input_ids"].device)
         output = self._run(batch)
         # A scored token counts once per trajectory that trains it, as in the expanded batch.
-        mask = features["tree_completion_mask"].cpu()
+        mask = features["labels"].cpu() != -100
         scores = torch.from_numpy(batch.all_scores())[mask]
         weights = torch.bincount(scores[scores >= 0], minlength=len(output.log_probs)).to(output.log_probs)
-        output.loss = -(output.log_probs * weights).sum() / weights.sum().clamp(min=1)
+        items = weights.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        output.loss = -(output.log_probs * weights).sum() / items
         return output
 
     def _run(
@@ -214,7 +227,11 @@ class _TreeForward:
     def _head(self, hidden: torch.Tensor, batch: CompactBatch, temperature: float, with_entropies: bool):
         """Log-probs and entropies of the scored tokens from the hidden states `[P, D]` that predict them."""
         head = self.model.get_output_embeddings()
-        assert head is not None  # a causal LM has one
+        if type(head).__module__.startswith("peft.tuners"):
+            raise UnsupportedModelError(
+                "an adapter on the output head is not supported: log-probs come from its weight, which the adapter "
+                "does not change. Leave lm_head (and tied embeddings) out of target_modules, or use modules_to_save."
+            )
         weight, bias = head.weight, head.bias
         if isinstance(weight, DTensor):  # sharded by FSDP2: gathered once
             weight = weight.full_tensor()
@@ -241,7 +258,12 @@ def refuse_dropout(model: PreTrainedModel) -> None:
     if probability:
         raise UnsupportedModelError(f"attention_dropout is {probability}: set it to 0 in the model's config")
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Dropout) and module.p > 0:
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
             raise UnsupportedModelError(
                 f"{name} drops activations with probability {module.p}: set it to 0 (for LoRA: lora_dropout=0)"
             )
+        if type(module).__module__.startswith("peft.tuners"):  # LoKr, LoHa, OFT keep theirs as numbers per adapter
+            for kind in ("rank_dropout", "module_dropout", "alpha_dropout"):
+                of_adapters = module.__dict__.get(kind)
+                if isinstance(of_adapters, dict) and any(of_adapters.values()):
+                    raise UnsupportedModelError(f"{name} has {kind} {of_adapters}: set it to 0")

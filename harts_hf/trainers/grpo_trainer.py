@@ -3,6 +3,7 @@
 import math
 import operator
 import time
+import warnings
 from collections.abc import Sequence
 from functools import partial, reduce
 from typing import Any
@@ -154,6 +155,7 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
         if self._step == 0 and self.state.global_step > 0:
             # Resumed: TRL counts from 0, which would shift the phase between generation and optimizer steps.
             self._step = self._micro_steps_done()
+            self._warn_of_lost_generation()
         model.train()
         optimizer_train = getattr(self.optimizer, "train", None)
         if callable(optimizer_train):  # schedule-free optimizers
@@ -310,6 +312,18 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
             return self.state.global_step * accumulation
         epochs, steps = divmod(self.state.global_step, math.ceil(len(dataloader) / accumulation))
         return epochs * len(dataloader) + steps * accumulation
+
+    def _warn_of_lost_generation(self) -> None:
+        """A checkpoint does not hold the samples and old log-probs of a generation batch that is still in use."""
+        has_old = "old_log_probs" in (getattr(self.train_dataset, "column_names", None) or ())
+        generate_every = self.args.steps_per_generation * self.num_iterations
+        if self._step % generate_every and not has_old:
+            warnings.warn(
+                f"resumed inside a generation batch, which serves {generate_every} micro-steps: its samples and old "
+                "log-probs are made anew with the resumed policy, so the run differs from an uninterrupted one. Save "
+                "where generation starts to avoid it.",
+                stacklevel=3,
+            )
 
     def _forward_options(self, with_entropies: bool, with_router_logits: bool) -> ForwardOptions:
         return ForwardOptions(

@@ -26,6 +26,20 @@ def refuse_multimodal(values: dict[str, Any]) -> None:
         )
 
 
+def refuse_generation_options(args) -> None:
+    """Raise for options of generation or scoring that would have no effect on finished trajectories.
+
+    Raises:
+        ValueError: names the option and what to do instead.
+    """
+    if args.mask_truncated_completions:
+        raise ValueError(
+            "mask_truncated_completions has no effect on finished trajectories: set their completion_mask to 0"
+        )
+    if args.reward_weights is not None or args.multi_objective_aggregation != "sum_then_normalize":
+        raise ValueError("finished trajectories have one reward: combine several before, and leave reward_weights out")
+
+
 def refuse_options(trainer: GRPOTrainer) -> None:
     """Raise for options that a planned step cannot honour.
 

@@ -4,6 +4,7 @@ One row of the `datasets.Dataset` is one trajectory, a whole episode or one step
 generated and no reward function is called; batches reach the trainer in TRL's own layout, so every loss works.
 """
 
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import Sampler
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import nanstd, pad, use_adapter
 
+from .guards import refuse_generation_options
 from .trajectory_columns import TRAJECTORY_COLUMNS, check_trajectory_dataset, is_trajectory_dataset
 
 if TYPE_CHECKING:
@@ -62,8 +64,13 @@ class TrajectoryDatasetMixin(_Trainer):
     def __init__(self, model, reward_funcs=None, args=None, train_dataset=None, eval_dataset=None, *rest, **kwargs):
         self._trains_on_trajectories = is_trajectory_dataset(train_dataset)
         if self._trains_on_trajectories and reward_funcs is None:
+            evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+            if any(dataset is not None and not is_trajectory_dataset(dataset) for dataset in evaluated):
+                raise ValueError("eval_dataset holds prompts, so reward_funcs is needed to score what is generated")
             reward_funcs = _given_rewards  # TRL asks for a source of rewards
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
+        if self._trains_on_trajectories:
+            refuse_generation_options(self.args)
         config = self.accelerator.unwrap_model(self.model).config.get_text_config()
         self.train_dataset = self._with_advantages(self.train_dataset, "train_dataset", config)
         if isinstance(self.eval_dataset, dict):
@@ -79,7 +86,8 @@ class TrajectoryDatasetMixin(_Trainer):
             return dataset
         check_trajectory_dataset(dataset, name, config.vocab_size, getattr(config, "max_position_embeddings", None))
         if "advantage" not in dataset.column_names:
-            advantages = group_advantages(dataset["reward"], dataset["group"], self.scale_rewards)
+            columns = dataset.with_format(None)
+            advantages = group_advantages(columns["reward"][:], columns["group"][:], self.scale_rewards)
             dataset = dataset.add_column("advantage", advantages.tolist())
         return dataset
 
@@ -92,8 +100,9 @@ class TrajectoryDatasetMixin(_Trainer):
         if not self._trains_on_trajectories:
             return super()._get_train_sampler(dataset)
         dataset = self.train_dataset if dataset is None else dataset
+        has_groups = "group" in dataset.column_names
         return GroupedTrajectorySampler(
-            dataset["group"] if "group" in dataset.column_names else list(range(len(dataset))),
+            dataset.with_format(None)["group"][:] if has_groups else list(range(len(dataset))),
             block=self.args.generation_batch_size,
             repeat=self.num_iterations * self.args.steps_per_generation,
             shuffle=self.shuffle_dataset,
@@ -104,6 +113,15 @@ class TrajectoryDatasetMixin(_Trainer):
         if is_trajectory_dataset(eval_dataset):
             return torch.utils.data.SequentialSampler(eval_dataset)
         return super()._get_eval_sampler(eval_dataset)
+
+    def _prepare_inputs(self, generation_batch):
+        if not (self._trains_on_trajectories and self.model.training):
+            return super()._prepare_inputs(generation_batch)
+        # TRL shuffles a generation batch by the global generator, which a run that resumes inside one has lost.
+        generation = self._step // (self.args.steps_per_generation * self.num_iterations)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(np.random.SeedSequence((self.args.seed, generation)).generate_state(1)[0]))
+            return super()._prepare_inputs(generation_batch)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if "input_ids" not in inputs[0]:
@@ -122,7 +140,7 @@ class TrajectoryDatasetMixin(_Trainer):
 
         def padded(field: str, part: str, value, dtype) -> torch.Tensor:
             pieces = [
-                torch.tensor(x[field][:start] if part == "prompt" else x[field][start:], dtype=dtype)
+                torch.tensor([value if t is None else t for t in _part(x[field], start, part)], dtype=dtype)
                 for x, start in zip(inputs, starts, strict=True)
             ]
             side = "left" if part == "prompt" else "right"
@@ -192,7 +210,7 @@ class TrajectoryDatasetMixin(_Trainer):
         metrics["completions/mean_length"].append(lengths.mean().item())
         metrics["completions/min_length"].append(lengths.min().item())
         metrics["completions/max_length"].append(lengths.max().item())
-        if inputs[0].get("reward") is not None:
+        if all(x.get("reward") is not None for x in inputs):
             rewards = gather(
                 torch.tensor([x["reward"] for x in inputs], dtype=torch.float32, device=self.accelerator.device)
             )
@@ -222,6 +240,13 @@ class GroupedTrajectorySampler(Sampler):
             raise ValueError(
                 f"the dataset has {len(groups)} trajectories, fewer than one optimizer step's batch of {block} "
                 "(per_device_train_batch_size x gradient_accumulation_steps x processes)"
+            )
+        left_out = len(groups) % block
+        if left_out:
+            warnings.warn(
+                f"{left_out} of {len(groups)} trajectories do not fill a last batch of {block} and are left out of each "
+                f"epoch: {'other ones each time' if shuffle else 'always the same ones, since shuffle_dataset=False'}",
+                stacklevel=2,
             )
         members: dict[Any, list[int]] = {}
         for i, group in enumerate(groups):
@@ -279,6 +304,10 @@ def group_advantages(rewards: list[float], groups: list, scale_rewards: str) -> 
 def _completion_start(mask: list[int]) -> int:
     """Index of the first trained token; of the last token where none is trained."""
     return next((t for t, trained in enumerate(mask) if trained), len(mask) - 1)
+
+
+def _part(tokens: list, start: int, part: str) -> list:
+    return tokens[:start] if part == "prompt" else tokens[start:]
 
 
 def _given_rewards(**kwargs):

@@ -11,8 +11,12 @@ _BATCH = 1000  # rows that are looked at together
 
 
 def is_trajectory_dataset(dataset: Any) -> bool:
-    """Whether a dataset holds finished trajectories (it has an `input_ids` column) rather than prompts."""
-    return "input_ids" in (getattr(dataset, "column_names", None) or ())
+    """Whether a dataset holds finished trajectories rather than prompts.
+
+    It has an `input_ids` column; prompts that carry one too have a `prompt` and no `completion_mask`.
+    """
+    columns = getattr(dataset, "column_names", None) or ()
+    return "input_ids" in columns and ("completion_mask" in columns or "prompt" not in columns)
 
 
 def check_trajectory_dataset(dataset: Any, name: str, vocab_size: int, max_positions: int | None) -> None:
@@ -50,9 +54,9 @@ def _check_table(table: pa.Table, name: str, first: int, vocab_size: int, max_po
         return f"{name}, trajectory {first + int(index)}, {field}"
 
     ids, lengths = _flatten(table, "input_ids", at)
-    _require_integers(ids, at(0, "input_ids"))
     if len(empty := np.flatnonzero(lengths == 0)):
         raise ValueError(f"{at(empty[0], 'input_ids')}: the trajectory is empty")
+    _require_integers(ids, at(0, "input_ids"))
     owner = np.repeat(np.arange(len(lengths)), lengths)
     if len(bad := np.flatnonzero((ids < 0) | (ids >= vocab_size))):
         raise ValueError(
@@ -79,11 +83,18 @@ def _check_table(table: pa.Table, name: str, first: int, vocab_size: int, max_po
 
     for field in ("advantage", "reward"):
         if field in table.column_names and not (field == "reward" and "advantage" in table.column_names):
-            values = _column(table, field, at).to_numpy(zero_copy_only=False).astype(np.float64)
-            if len(bad := np.flatnonzero(~np.isfinite(values))):
-                raise ValueError(f"{at(bad[0], field)}: must be a finite number, got {values[bad[0]]}")
+            column = _column(table, field, at)
+            if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
+                raise TypeError(f"{at(0, field)}: must be a number, got {column.type}")
+            values = column.to_numpy(zero_copy_only=False).astype(np.float64)
+            if len(bad := np.flatnonzero(~(np.abs(values) <= np.finfo(np.float32).max))):
+                raise ValueError(f"{at(bad[0], field)}: must be a finite number in fp32, got {values[bad[0]]}")
+    if "group" in table.column_names:
+        kind = _column(table, "group", at).type
+        if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise TypeError(f"{at(0, 'group')}: must be an integer or a string, got {kind}")
     if "old_log_probs" in table.column_names:
-        old, old_lengths = _flatten(table, "old_log_probs", at)
+        old, old_lengths = _flatten(table, "old_log_probs", at, missing=np.nan)
         _require_same_lengths(old_lengths, lengths, lambda i: at(i, "old_log_probs"))
         if old.dtype.kind not in "fiu":
             raise TypeError(f"{at(0, 'old_log_probs')}: must be numbers, got {old.dtype}")
@@ -105,13 +116,20 @@ def _column(table: pa.Table, field: str, at) -> pa.Array:
     return column
 
 
-def _flatten(table: pa.Table, field: str, at) -> tuple[np.ndarray, np.ndarray]:
-    """Values of a list column, one trajectory after another, and the length of each."""
+def _flatten(table: pa.Table, field: str, at, missing: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Values of a list column, one trajectory after another, and the length of each.
+
+    A missing entry becomes `missing`, or is refused without one.
+    """
     column = _column(table, field, at)
+    if pa.types.is_fixed_size_list(column.type):
+        column = column.cast(pa.large_list(column.type.value_type))
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
         raise TypeError(f"{at(0, field)}: must be a list with one entry per token, got {column.type}")
     values = column.flatten()
     lengths = column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+    if values.null_count and missing is not None and pa.types.is_floating(values.type):
+        values = values.fill_null(missing)
     if values.null_count:
         owner = np.repeat(np.arange(len(lengths)), lengths)
         missing = np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0]
