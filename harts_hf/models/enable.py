@@ -152,8 +152,10 @@ class _TreeForward:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The original's, by which `generate` validates its arguments, and `completion_mask`, which `Trainer` would else
-        drop as an unused column before the collator sees it."""
+        """The original's, by which `generate` validates its arguments, with `completion_mask` added.
+
+        `Trainer` drops columns that are not in the signature before the collator sees them.
+        """
         signature = inspect.signature(self._original)
         parameters = [p for p in signature.parameters.values() if p.name != "completion_mask"]
         mask = inspect.Parameter("completion_mask", inspect.Parameter.KEYWORD_ONLY, default=None)

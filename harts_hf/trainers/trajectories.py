@@ -244,8 +244,8 @@ class GroupedTrajectorySampler(Sampler):
         left_out = len(groups) % block
         if left_out:
             warnings.warn(
-                f"{left_out} of {len(groups)} trajectories do not fill a last batch of {block} and are left out of each "
-                f"epoch: {'other ones each time' if shuffle else 'always the same ones, since shuffle_dataset=False'}",
+                f"{left_out} of {len(groups)} trajectories do not fill a last batch of {block} and are left out of "
+                f"each epoch: {'other ones each time' if shuffle else 'always the same, since shuffle_dataset=False'}",
                 stacklevel=2,
             )
         members: dict[Any, list[int]] = {}
