@@ -13,7 +13,8 @@ from tiny_models import VOCAB
 from trl import GRPOTrainer
 
 from harts_hf import TreeGRPOTrainer
-from harts_hf.trainers.trajectories import GroupedTrajectorySampler, TrajectoryDatasetMixin, group_advantages
+from harts_hf.trainers.trajectories import TrajectoryDatasetMixin, group_advantages
+from harts_hf.trainers.trajectory_sampler import GroupedTrajectorySampler
 
 
 class StockOnTrajectories(TrajectoryDatasetMixin, GRPOTrainer):
