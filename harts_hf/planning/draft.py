@@ -1,0 +1,93 @@
+"""Draft: microbatches as sets of units with their slots, and the work they cost, while the planner still changes them."""
+
+from dataclasses import dataclass, field
+
+from .units import Units
+
+
+@dataclass
+class Bin:
+    """A microbatch in the making.
+
+    Attributes:
+        members (`list[int]`): its units, increasing.
+        slot (`int`): its slot.
+        replica (`int`): its replica.
+        window (`int | None`): index into the draft's windows, `None` outside of windows.
+        produces (`bool`): first consumer of its window, so the producer is charged to it.
+        rows (`int`): rows charged to it: its own, and the producer's if it `produces`.
+        work (`int`): work charged to it, likewise.
+    """
+
+    members: list[int]
+    slot: int = 0
+    replica: int = 0
+    window: int | None = None
+    produces: bool = False
+    rows: int = 0
+    work: int = 0
+
+
+@dataclass
+class SharedPrefix:
+    """A window in the making: the first `tokens` tokens that the units `start .. end - 1` share."""
+
+    start: int
+    end: int
+    tokens: int
+
+
+@dataclass
+class Draft:
+    """All microbatches of a step on a grid of slots and replicas.
+
+    Attributes:
+        units (`Units`): what the bins hold.
+        max_rows (`int`): most rows charged to a bin; a unit above it has a bin of its own.
+        num_replicas (`int`): bins of a slot.
+        bins (`list[Bin]`): every unit is in exactly one.
+        windows (`list[SharedPrefix]`): what the bins' `window` refers to.
+    """
+
+    units: Units
+    max_rows: int
+    num_replicas: int
+    bins: list[Bin]
+    windows: list[SharedPrefix] = field(default_factory=list)
+
+    def __post_init__(self):
+        for b in self.bins:
+            b.rows, b.work = self.charge(b.members, b.window, b.produces)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the grid."""
+        return max(b.slot for b in self.bins) + 1
+
+    def charge(self, members: list[int], window: int | None, produces: bool) -> tuple[int, int]:
+        """Rows and work of a set of units, with the window's discount and the producer's charge."""
+        units = self.units
+        if not members:
+            return 0, 0
+        rows = sum(units.unit_rows[u] for u in members)
+        work = sum(units.unit_work[u] for u in members)
+        for left, right in zip(members, members[1:], strict=False):
+            lcp = units.lcp(left, right)
+            rows -= lcp
+            work -= units.cost.shared_work(lcp)
+        if window is not None:
+            tokens = self.windows[window].tokens
+            work += units.cost.replay_work(tokens)
+            if not produces:
+                rows -= tokens
+                work -= units.cost.prefix_work(tokens)
+        return int(rows), int(work)
+
+    def objectives(self) -> tuple[int, int, int]:
+        """Total work, sum over slots of the heaviest bin, largest cumulative work of a replica."""
+        heaviest = [0] * self.num_slots
+        replica = [0] * self.num_replicas
+        for b in self.bins:
+            heaviest[b.slot] = max(heaviest[b.slot], b.work)
+            replica[b.replica] += b.work
+        return sum(replica), sum(heaviest), max(replica)
