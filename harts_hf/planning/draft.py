@@ -1,5 +1,6 @@
 """Draft: microbatches as sets of units with their slots, and the work they cost, while the planner still changes them."""
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from .units import Units
@@ -82,6 +83,14 @@ class Draft:
                 rows -= tokens
                 work -= units.cost.prefix_work(tokens)
         return int(rows), int(work)
+
+    def may_hold(self, b: Bin, members: list[int]) -> bool:
+        """Whether a bin of a window keeps a member that starts with the shared prefix; plain bins hold anything."""
+        if b.window is None:
+            return True
+        window = self.windows[b.window]
+        at = bisect_left(members, window.start)
+        return at < len(members) and members[at] < window.end
 
     def objectives(self) -> tuple[int, int, int]:
         """Total work, sum over slots of the heaviest bin, largest cumulative work of a replica."""

@@ -1,19 +1,23 @@
 """Level two: a plan with sharing windows, never worse than the plan without.
 
-Candidates: for the fewest slots and one more, the exact program over windows at several limits of rows, placed on the
-grid and refined: trajectories then move between consumers, windows and plain microbatches. The plan without windows is
-one of the candidates.
+Candidates: for a few numbers of slots, up to those of the plan without windows, the exact program over windows at several limits of rows,
+placed on the grid and refined: trajectories then move between consumers, windows and plain microbatches. The plan
+without windows is one of the candidates.
 """
 
-from .draft import Draft
+import numpy as np
+
+from .draft import Draft, SharedPrefix
 from .level_one import REFINED, rank
 from .refine import refine
 from .units import Units
 from .window_partition import Range, cheapest_windows, shared_prefixes
 from .window_placement import place_windows
 
-LIMIT_STEPS = (0.0, 0.03, 0.06, 0.125, 0.25, 0.5, 1.0)  # where limits lie between the smallest and the budget
-BISECTIONS = 7
+LIMIT_STEPS = (0.03, 0.1, 0.3, 1.0)  # where limits lie between the smallest that fits and the budget
+BISECTIONS = 6
+PENALTIES = (0.0, 0.06)  # work that a range is taken to cost in addition, as a share of the limit
+COARSE_UNITS = 600  # units of the exact program; refinement moves the finer ones
 
 
 def plan_with_windows(plain: Draft, max_prefix: int, objective: tuple[int, ...]) -> Draft:
@@ -25,14 +29,15 @@ def plan_with_windows(plain: Draft, max_prefix: int, objective: tuple[int, ...])
         objective: order of comparison, indices into `Draft.objectives()`.
     """
     units, max_rows, num_replicas = plain.units, plain.max_rows, plain.num_replicas
-    prefixes = shared_prefixes(units, max_rows, max_prefix)
-    if plain.num_slots == 1 or not prefixes:
+    search = _Search(units, max_rows, max_prefix)
+    if plain.num_slots == 1 or not shared_prefixes(search.coarse, max_rows, max_prefix):
         return plain
-    ranges, _ = cheapest_windows(units, max_rows, prefixes)
-    fewest = -(-len(ranges) // num_replicas)
+    least = max(2, -(-units.total_rows // (max_rows * num_replicas)))
+    middle = max(2, (least + plain.num_slots) // 2)
     drafts = []
-    for num_slots in (fewest, fewest + 1):
-        drafts += _candidates(units, max_rows, max_prefix, num_slots, num_replicas)
+    for num_slots in sorted({least, middle, plain.num_slots}):
+        for penalty in PENALTIES:
+            drafts += search.candidates(num_slots, num_replicas, penalty)
     drafts.sort(key=lambda draft: rank(draft, objective))
     drafts = drafts[:REFINED]
     for draft in drafts:
@@ -40,28 +45,46 @@ def plan_with_windows(plain: Draft, max_prefix: int, objective: tuple[int, ...])
     return min([plain, *drafts], key=lambda draft: rank(draft, objective))
 
 
-def _candidates(units: Units, max_rows: int, max_prefix: int, num_slots: int, num_replicas: int) -> list[Draft]:
-    """Placed partitions for one size of the grid."""
-    solved: dict[int, tuple] = {}
+class _Search:
+    """Placed partitions of one step; the exact program's results are kept by limit and penalty."""
 
-    def solve(limit: int) -> tuple[list[Range], list]:
-        if limit not in solved:
-            solved[limit] = cheapest_windows(units, limit, shared_prefixes(units, limit, max_prefix))
-        return solved[limit]
+    def __init__(self, units: Units, max_rows: int, max_prefix: int):
+        self.units, self.max_rows, self.max_prefix = units, max_rows, max_prefix
+        self.coarse = units.coarsened(COARSE_UNITS, max_rows)
+        self.fine = np.searchsorted(units.first, self.coarse.first).tolist()  # first unit of each coarse one
+        self.solved: dict[tuple[int, float], tuple[list[Range], list[SharedPrefix]]] = {}
 
-    low, high = -(-units.total_rows // (num_slots * num_replicas)), max_rows
-    low = min(max(low, 1), high)
-    for _ in range(BISECTIONS):
-        middle = (low + high) // 2
-        if len(solve(middle)[0]) <= num_slots * num_replicas:
-            high = middle
-        else:
-            low = middle
-    drafts = []
-    for step in LIMIT_STEPS:
-        limit = round(high + step * (max_rows - high))
-        ranges, windows = solve(limit)
-        draft = place_windows(units, ranges, windows, limit, max_rows, num_slots, num_replicas)
-        if draft is not None:
-            drafts.append(draft)
-    return drafts
+    def candidates(self, num_slots: int, num_replicas: int, penalty: float) -> list[Draft]:
+        """Drafts on a grid: at the smallest limit of rows that bisection finds to fit, and at some above."""
+
+        def build(limit: int) -> Draft | None:
+            ranges, windows = self._solve(limit, penalty)
+            return place_windows(self.units, ranges, windows, limit, self.max_rows, num_slots, num_replicas)
+
+        low, high = min(-(-self.units.total_rows // (num_slots * num_replicas)), self.max_rows), self.max_rows
+        drafts = []
+        for _ in range(BISECTIONS):
+            middle = (low + high) // 2
+            draft = build(middle)
+            if draft is None:
+                low = middle
+            else:
+                high = middle
+                drafts.append(draft)
+        drafts = drafts[-2:]
+        for step in LIMIT_STEPS:
+            draft = build(round(high + step * (self.max_rows - high)))
+            if draft is not None:
+                drafts.append(draft)
+        return drafts
+
+    def _solve(self, limit: int, penalty: float) -> tuple[list[Range], list[SharedPrefix]]:
+        if (limit, penalty) not in self.solved:
+            prefixes = shared_prefixes(self.coarse, limit, self.max_prefix)
+            ranges, windows = cheapest_windows(self.coarse, limit, prefixes, round(penalty * limit))
+            fine = self.fine
+            self.solved[limit, penalty] = (
+                [Range(fine[r.start], fine[r.end], r.window) for r in ranges],
+                [SharedPrefix(fine[w.start], fine[w.end], w.tokens) for w in windows],
+            )
+        return self.solved[limit, penalty]

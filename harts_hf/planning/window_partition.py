@@ -56,20 +56,24 @@ def shared_prefixes(units: Units, limit: int, max_prefix: int) -> list[SharedPre
     return prefixes
 
 
-def cheapest_windows(units: Units, limit: int, prefixes: list[SharedPrefix]) -> tuple[list[Range], list[SharedPrefix]]:
-    """Ranges in order, and the windows that they refer to: least work, then fewest ranges.
+def cheapest_windows(
+    units: Units, limit: int, prefixes: list[SharedPrefix], penalty: int = 0
+) -> tuple[list[Range], list[SharedPrefix]]:
+    """Ranges in order, and the windows that they refer to: least work plus penalties, then fewest ranges.
 
     Args:
         units: ordered units.
         limit: most rows charged to a range; a single unit above it is a range of its own.
         prefixes: candidates from [`shared_prefixes`].
+        penalty: work that each range is taken to cost in addition; a larger one gives fewer ranges.
     """
     num_units = len(units)
     scale = num_units + 1
-    cut = (units.cut_work * scale + 1).tolist()
-    cut[0] = 1
+    step = penalty * scale + 1
+    cut = (units.cut_work * scale + step).tolist()
+    cut[0] = step
     plain_window = first_starts(units.rows, units.added_rows, limit).tolist()
-    states = [_Open(units, prefix, limit, scale) for prefix in prefixes]
+    states = [_Open(units, prefix, limit, scale, step) for prefix in prefixes]
     opens: list[list[_Open]] = [[] for _ in range(num_units + 1)]
     for state in states:
         opens[state.start + 1].append(state)
@@ -104,14 +108,14 @@ def cheapest_windows(units: Units, limit: int, prefixes: list[SharedPrefix]) -> 
 class _Open:
     """Best partitions that end with a range of one open window, by the end of that range."""
 
-    def __init__(self, units: Units, prefix: SharedPrefix, limit: int, scale: int):
+    def __init__(self, units: Units, prefix: SharedPrefix, limit: int, scale: int, step: int):
         cost = units.cost
         self.start, self.end, self.tokens = prefix.start, prefix.end, prefix.tokens
         replay = cost.replay_work(prefix.tokens)
         self.entry = replay * scale
         inside = slice(prefix.start, prefix.end)
         discount = cost.prefix_work(prefix.tokens) - replay
-        self.cut = ((units.cut_work[inside] - discount) * scale + 1).tolist()
+        self.cut = ((units.cut_work[inside] - discount) * scale + step).tolist()
         window = first_starts(units.rows[inside], units.added_rows[inside], limit + prefix.tokens)
         self.window = (window + prefix.start).tolist()
         self.value: dict[int, int] = {}

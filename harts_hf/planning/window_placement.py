@@ -61,8 +61,6 @@ def place_windows(
         free[replica] -= len(head.ranges)
         for part in rest:
             (singles if part.prefix is None else waiting).append(part)
-    if len(singles) > sum(free):
-        return None
     return _draft(units, columns, singles, free, max_rows, num_slots)
 
 
@@ -108,13 +106,13 @@ def _fill(units: Units, start: int, end: int, shared: int, limit: int) -> list[t
     return ranges
 
 
-def _draft(units, columns, singles, free, max_rows: int, num_slots: int) -> Draft:
-    """Bins of all cells: windows first, then single ranges by work, then empty consumers at the end of windows."""
+def _draft(units, columns, singles, free, max_rows: int, num_slots: int) -> Draft | None:
+    """Bins of all cells: windows, empty consumers at their end if cells are left, single ranges by work, the rest joined."""
     bins: list[Bin] = []
     windows: list[SharedPrefix] = []
     next_slot = [0] * len(columns)
     tallest = [0] * num_slots
-    spare = sum(free) - len(singles)
+    spare = max(0, sum(free) - len(singles))
 
     def put(slot: int, replica: int, start: int, end: int, window: int | None, produces: bool) -> None:
         bins.append(Bin(list(range(start, end)), slot, replica, window, produces))
@@ -140,7 +138,23 @@ def _draft(units, columns, singles, free, max_rows: int, num_slots: int) -> Draf
     for k, (slot, replica) in enumerate(cells):
         start, end = singles[k].ranges[0] if k < len(singles) else (0, 0)
         put(slot, replica, start, end, None, False)
-    return Draft(units, max_rows, len(columns), bins, windows)
+    draft = Draft(units, max_rows, len(columns), bins, windows)
+    fits = all(_join(draft, *chain.ranges[0]) for chain in singles[len(cells) :])
+    return draft if fits else None
+
+
+def _join(draft: Draft, start: int, end: int) -> bool:
+    """Add a range to the bin that stays lightest; False if it fits none."""
+    run = list(range(start, end))
+    for b in sorted(draft.bins, key=lambda b: b.work):
+        if not b.members and b.window is not None:
+            continue
+        members = sorted(b.members + run)
+        rows, work = draft.charge(members, b.window, b.produces)
+        if rows <= draft.max_rows:
+            b.members, b.rows, b.work = members, rows, work
+            return True
+    return False
 
 
 def _prefix_work(units: Units, chain: _Chain) -> int:
