@@ -1,12 +1,18 @@
 """Level one: the best plan without sharing across microbatches.
 
-Candidates: for the fewest slots that a contiguous partition or a packing needs, and for the slots of the cheapest
-partition, the exact program with as many ranges as the slots have cells, at several limits of rows between the smallest
-that still fits and the budget; and greedy packings of natural pieces. Each is placed by work; the best few are refined.
+Candidates, for the fewest slots that any of them needs and for the slots of the cheapest contiguous partition:
+
+- the exact program with as many contiguous ranges as the slots have cells, at several limits of rows between the
+  smallest that still fits and the budget;
+- greedy packings, in two orders and by two rules, of pieces: natural pieces of several grains, and the ranges of the
+  exact program when ranges may be joined again for free.
+
+Each is placed by work. The best few are refined, aligned to the grid and compared once more.
 """
 
 import numpy as np
 
+from .align import align
 from .draft import Bin, Draft
 from .packing import ORDERS, pack
 from .partition import cheapest_partition, first_starts
@@ -15,6 +21,7 @@ from .refine import refine
 from .units import Units
 
 LIMIT_STEPS = (0.0, 0.06, 0.125, 0.25, 0.5, 1.0)  # where limits lie between the smallest and the budget
+GRAINS = (1, 4, 16)  # natural pieces hold at most the budget divided by one of these
 REFINED = 3  # candidates that are refined
 
 
@@ -27,38 +34,33 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
         num_replicas: microbatches of a slot.
         objective: order of comparison, indices into `Draft.objectives()`.
     """
-    pieces = units.natural_pieces(max_rows)
-    packings = [pack(units, pieces, max_rows, None, order, "fullest") for order in ORDERS]
-    cheapest = cheapest_partition(units.cut_work, first_starts(units.rows, units.added_rows, max_rows))
+    starts = first_starts(units.rows, units.added_rows, max_rows)
+    cheapest = cheapest_partition(units.cut_work, starts)
+    pieces = [units.natural_pieces(max(1, max_rows // grain)) for grain in GRAINS]
+    # every microbatch computes what all units share, so a cut there is free if the range joins another one
+    common = int(units.cut_work[1:].min(initial=0)) if len(units) > 1 else 0
+    joinable = cheapest_partition(np.maximum(units.cut_work - common, 0), starts, most=True)
+    pieces.append(list(zip(joinable, [*joinable[1:], len(units)], strict=True)))
+    packings = [pack(units, p, max_rows, None, order, "fullest") for p in pieces for order in ORDERS]
     fewest = min(fewest_ranges(units, max_rows), *map(len, packings))
-    slot_counts = sorted({-(-fewest // num_replicas), -(-len(cheapest) // num_replicas)})
-
-    candidates = []
-    for num_slots in slot_counts:
-        candidates += _contiguous(units, max_rows, num_slots * num_replicas)
-        grains = sorted({max_rows, max_rows // 4, max(1, max_rows // 16)}, reverse=True)
-        for grain in grains:
-            finer = units.natural_pieces(grain)
-            if len(finer) >= num_slots * num_replicas:
-                packing = pack(units, finer, max_rows, num_slots * num_replicas, "largest first", "lightest")
-                candidates += [packing] if packing else []
-    candidates += packings
 
     drafts = []
-    for members in candidates:
-        draft = Draft(units, max_rows, num_replicas, [Bin(m) for m in members])
-        place(draft.bins, num_replicas)
-        drafts.append(draft)
+    for num_slots in sorted({-(-fewest // num_replicas), -(-len(cheapest) // num_replicas)}):
+        num_cells = num_slots * num_replicas
+        candidates = [bins for bins in packings if len(bins) <= num_cells]
+        candidates += _contiguous(units, max_rows, num_cells)
+        candidates += [pack(units, p, max_rows, num_cells, "largest first", "lightest") for p in pieces]
+        for members in candidates:
+            if members is not None:
+                bins = [Bin(m) for m in members] + [Bin([]) for _ in range(num_cells - len(members))]
+                drafts.append(Draft(units, max_rows, num_replicas, bins))
+                place(bins, num_replicas)
     drafts.sort(key=lambda draft: rank(draft, objective))
     drafts = drafts[:REFINED]
     for draft in drafts:
         refine(draft, objective)
-        before = rank(draft, objective)
-        seats = [(b.slot, b.replica) for b in draft.bins]
+        align(draft)
         place(draft.bins, num_replicas)
-        if rank(draft, objective) > before:
-            for b, (b.slot, b.replica) in zip(draft.bins, seats, strict=True):
-                pass
     return min(drafts, key=lambda draft: rank(draft, objective))
 
 
@@ -79,11 +81,9 @@ def fewest_ranges(units: Units, limit: int) -> int:
     return count
 
 
-def smallest_limit(units: Units, max_rows: int, num_ranges: int) -> int:
-    """The least limit at which at most `num_ranges` contiguous ranges hold all units; at most `max_rows`."""
-    fitting = units.rows[units.rows <= max_rows]
-    low = max(int(fitting.max(initial=1)), -(-units.total_rows // num_ranges)) if len(fitting) == len(units) else 1
-    low = min(max(low, int(fitting.max(initial=1))), max_rows)
+def _smallest_limit(units: Units, max_rows: int, num_ranges: int) -> int:
+    """The least limit, no less than the longest unit within the budget, at which `num_ranges` ranges hold all units."""
+    low = int(units.rows[units.rows <= max_rows].max(initial=1))
     high = max_rows
     while low < high:
         middle = (low + high) // 2
@@ -97,10 +97,9 @@ def smallest_limit(units: Units, max_rows: int, num_ranges: int) -> int:
 def _contiguous(units: Units, max_rows: int, num_cells: int) -> list[list[list[int]]]:
     """Exact partitions into as many ranges as there are cells, or into all units if those are fewer."""
     num_ranges = min(num_cells, len(units))
-    smallest = smallest_limit(units, max_rows, num_ranges)
+    smallest = _smallest_limit(units, max_rows, num_ranges)
     partitions = []
-    for step in LIMIT_STEPS:
-        limit = round(smallest + step * (max_rows - smallest))
+    for limit in sorted({round(smallest + step * (max_rows - smallest)) for step in LIMIT_STEPS}):
         starts = cheapest_partition(units.cut_work, first_starts(units.rows, units.added_rows, limit), num_ranges)
         if starts is not None:
             ends = [*starts[1:], len(units)]

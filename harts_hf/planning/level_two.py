@@ -7,6 +7,7 @@ without windows is one of the candidates.
 
 import numpy as np
 
+from .align import align
 from .draft import Draft, SharedPrefix
 from .level_one import REFINED, rank
 from .refine import refine
@@ -32,16 +33,18 @@ def plan_with_windows(plain: Draft, max_prefix: int, objective: tuple[int, ...])
     search = _Search(units, max_rows, max_prefix)
     if plain.num_slots == 1 or not shared_prefixes(search.coarse, max_rows, max_prefix):
         return plain
-    least = max(2, -(-units.total_rows // (max_rows * num_replicas)))
-    middle = max(2, (least + plain.num_slots) // 2)
+    least = -(-units.total_rows // (max_rows * num_replicas))
+    natural = [-(-search.num_ranges(max_rows, penalty) // num_replicas) for penalty in PENALTIES]
+    slot_counts = {(least + plain.num_slots) // 2, *natural}
     drafts = []
-    for num_slots in sorted({least, middle, plain.num_slots}):
+    for num_slots in sorted({min(max(2, n), plain.num_slots) for n in slot_counts}):
         for penalty in PENALTIES:
             drafts += search.candidates(num_slots, num_replicas, penalty)
     drafts.sort(key=lambda draft: rank(draft, objective))
     drafts = drafts[:REFINED]
     for draft in drafts:
         refine(draft, objective)
+        align(draft)
     return min([plain, *drafts], key=lambda draft: rank(draft, objective))
 
 
@@ -53,6 +56,10 @@ class _Search:
         self.coarse = units.coarsened(COARSE_UNITS, max_rows)
         self.fine = np.searchsorted(units.first, self.coarse.first).tolist()  # first unit of each coarse one
         self.solved: dict[tuple[int, float], tuple[list[Range], list[SharedPrefix]]] = {}
+
+    def num_ranges(self, limit: int, penalty: float) -> int:
+        """Ranges of the exact program's result."""
+        return len(self._solve(limit, penalty)[0])
 
     def candidates(self, num_slots: int, num_replicas: int, penalty: float) -> list[Draft]:
         """Drafts on a grid: at the smallest limit of rows that bisection finds to fit, and at some above."""

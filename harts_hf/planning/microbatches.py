@@ -111,11 +111,12 @@ def _step_plan(draft: Draft, tree: PrefixTree, objective: str) -> StepPlan:
         trajectories = tuple(order[k] for u in b.members for k in range(first[u], first[u + 1]))
         rows, window = b.rows, None
         if b.window is not None and len(consumers[b.window]) > 1:
-            tokens = draft.windows[b.window].tokens
+            shared = draft.windows[b.window]
+            tokens = shared.tokens
             if b.window not in renumbered:
                 renumbered[b.window] = len(windows)
-                longest = order[first[b.members[-1] + 1] - 1]
-                windows.append(Window(longest, tokens, b.replica, tuple(sorted(consumers[b.window]))))
+                owner = order[first[shared.start + 1] - 1]
+                windows.append(Window(owner, tokens, b.replica, tuple(sorted(consumers[b.window]))))
             window = renumbered[b.window]
             rows -= tokens if b.produces else 0
         grid[b.slot][b.replica] = Microbatch(trajectories, rows, window)

@@ -11,6 +11,7 @@ from .units import Units
 
 ORDERS = ("largest first", "in order")
 RULES = ("fullest", "lightest")
+NEIGHBOURS = 3  # bins that are tried on each side: owners of packed neighbours, and by load
 
 
 def pack(units: Units, pieces: list[tuple[int, int]], max_rows: int, num_bins: int | None, order: str, rule: str):
@@ -29,24 +30,20 @@ def pack(units: Units, pieces: list[tuple[int, int]], max_rows: int, num_bins: i
     """
     if order == "largest first":
         pieces = sorted(pieces, key=lambda p: (-int(units.range_rows(*p)), p))
-    members: list[list[int]] = []
-    rows: list[int] = []
-    loads: list[tuple[int, int]] = []  # (rows, bin), increasing
+    common = units.lcp(0, len(units) - 1) if len(units) > 1 else 0  # every bin shares at least this much
+    members: list[list[int]] = [] if num_bins is None or rule == "fullest" else [[] for _ in range(num_bins)]
+    rows = [0] * len(members)
+    loads = [(0, b) for b in range(len(members))]  # (rows, bin), increasing
     packed: list[tuple[int, int]] = []  # (first unit of a piece, bin), increasing
-    if rule == "lightest":
-        members = [[] for _ in range(num_bins)]
-        rows = [0] * num_bins
-        loads = [(0, b) for b in range(num_bins)]
     for start, end in pieces:
         size = int(units.range_rows(start, end))
         at = bisect_left(packed, (start, -1))
-        candidates = [b for _, b in packed[max(0, at - 1) : at + 1]]
+        candidates = [b for _, b in packed[max(0, at - NEIGHBOURS) : at + NEIGHBOURS]]
         if rule == "lightest":
-            candidates.append(loads[0][1])
+            candidates += [b for _, b in loads[:NEIGHBOURS]]
         else:
-            fits = bisect_left(loads, (max_rows - size + 1, -1)) - 1
-            if fits >= 0:
-                candidates.append(loads[fits][1])
+            fits = bisect_left(loads, (max_rows - size + common + 1, -1))
+            candidates += [b for _, b in loads[max(0, fits - NEIGHBOURS) : fits]]
         best = None
         for b in dict.fromkeys(candidates):
             added = size - _saved_rows(units, members[b], start, end)

@@ -34,10 +34,12 @@ def first_starts(opening: np.ndarray, added: np.ndarray, limit: int) -> np.ndarr
     return starts
 
 
-def cheapest_partition(cut_work: np.ndarray, starts: np.ndarray, num_ranges: int | None = None) -> list[int] | None:
+def cheapest_partition(
+    cut_work: np.ndarray, starts: np.ndarray, num_ranges: int | None = None, *, most: bool = False
+) -> list[int] | None:
     """Starts of the ranges of the cheapest partition.
 
-    Without `num_ranges`: least cost, then fewest ranges; time linear in units. With it: least cost among partitions into
+    Without `num_ranges`: least cost, then fewest (or most) ranges; time linear in units. With it: least cost among partitions into
     exactly that many ranges. The cost is convex in the number of ranges (starting costs depend on the start alone and
     every part of an allowed range is allowed, so the Monge condition holds), therefore a penalty per range, found by
     bisection, reaches every count; a count between two optima of one penalty is spliced from both.
@@ -46,6 +48,7 @@ def cheapest_partition(cut_work: np.ndarray, starts: np.ndarray, num_ranges: int
         cut_work: `[U]`, int64, non-negative: cost of starting a range at each unit; entry 0 is not counted.
         starts: `[U + 1]` from [`first_starts`].
         num_ranges: exact number of ranges, or `None`.
+        most: without `num_ranges`, ties go to the most ranges.
 
     Returns:
         Increasing starts, the first is 0; `None` if there is no partition into `num_ranges` ranges.
@@ -54,7 +57,7 @@ def cheapest_partition(cut_work: np.ndarray, starts: np.ndarray, num_ranges: int
     cost[0] = 0
     window = starts.tolist()
     if num_ranges is None:
-        return _solve(cost, window, 0, fewest=True)
+        return _solve(cost, window, 0, fewest=not most)
     if num_ranges > len(cost):
         return None
     least = _solve([0] * len(cost), window, 1, fewest=True)
