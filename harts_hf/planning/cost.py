@@ -1,6 +1,7 @@
 """CostModel: what a microbatch costs, in row equivalents."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -30,7 +31,7 @@ class CostModel:
         if not self.row > 0 or self.pair < 0 or not 0 <= self.replay <= self.row or self.chunk_size < 1:
             raise ValueError(f"coefficients need row > 0, pair >= 0, 0 <= replay <= row, chunk_size >= 1: {self}")
 
-    @property
+    @cached_property
     def counts_rows(self) -> bool:
         """Work equals compact work."""
         return self.row == 1.0 and self.pair == 0.0 and self.replay == 0.0

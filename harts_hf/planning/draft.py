@@ -3,6 +3,8 @@
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from .units import Units
 
 
@@ -57,8 +59,19 @@ class Draft:
     windows: list[SharedPrefix] = field(default_factory=list)
 
     def __post_init__(self):
-        for b in self.bins:
-            b.rows, b.work = self.charge(b.members, b.window, b.produces)
+        """Charge all bins, vectorised over their members."""
+        units = self.units
+        filled = [b for b in self.bins if b.members]
+        members = np.array([u for b in filled for u in b.members])
+        starts = np.cumsum([0] + [len(b.members) for b in filled[:-1]])
+        shared = np.zeros(len(members), dtype=np.int64)
+        shared[1:] = units.lcps(np.minimum(members[:-1], members[1:] - 1), members[1:])
+        saved = units.cost.shared_work(shared)
+        shared[starts] = saved[starts] = 0
+        rows = np.add.reduceat(units.rows[members] - shared, starts).tolist()
+        work = np.add.reduceat(units.work[members] - saved, starts).tolist()
+        for b, b_rows, b_work in zip(filled, rows, work, strict=True):
+            b.rows, b.work = self._in_window(b_rows, b_work, b.window, b.produces)
 
     @property
     def num_slots(self) -> int:
@@ -70,19 +83,20 @@ class Draft:
         units = self.units
         if not members:
             return 0, 0
-        rows = sum(units.unit_rows[u] for u in members)
-        work = sum(units.unit_work[u] for u in members)
-        for left, right in zip(members, members[1:], strict=False):
-            lcp = units.lcp(left, right)
-            rows -= lcp
-            work -= units.cost.shared_work(lcp)
+        lcps = [units.lcp(left, right) for left, right in zip(members, members[1:], strict=False)]
+        rows = work = sum([units.unit_rows[u] for u in members]) - sum(lcps)
+        if not units.cost.counts_rows:
+            work = sum([units.unit_work[u] for u in members]) - sum(map(units.cost.shared_work, lcps))
+        return self._in_window(rows, work, window, produces)
+
+    def _in_window(self, rows: int, work: int, window: int | None, produces: bool) -> tuple[int, int]:
         if window is not None:
             tokens = self.windows[window].tokens
-            work += units.cost.replay_work(tokens)
+            work += self.units.cost.replay_work(tokens)
             if not produces:
                 rows -= tokens
-                work -= units.cost.prefix_work(tokens)
-        return int(rows), int(work)
+                work -= self.units.cost.prefix_work(tokens)
+        return rows, work
 
     def may_hold(self, b: Bin, members: list[int]) -> bool:
         """Whether a bin of a window keeps a member that starts with the shared prefix; plain bins hold anything."""

@@ -91,16 +91,19 @@ class Units:
         return self.work_offsets[end] - self.work_offsets[start] + self.cut_work[start]
 
     @cached_property
-    def _least_cut(self) -> list[list[int]]:
+    def _least_cut(self) -> list[np.ndarray]:
         """Sparse table: entry `[k][i]` is the index of the least cut of `2**k` from `i`, the leftmost of equals."""
-        index = np.arange(len(self))
-        table = [index]
+        table = [np.arange(len(self))]
         width = 1
         while 2 * width <= len(self):
             left, right = table[-1][:-width], table[-1][width:]
             table.append(np.where(self.cut[left] <= self.cut[right], left, right))
             width *= 2
-        return [level.tolist() for level in table]
+        return table
+
+    @cached_property
+    def _least_cut_lists(self) -> list[list[int]]:
+        return [level.tolist() for level in self._least_cut]
 
     @cached_property
     def _cuts(self) -> list[int]:
@@ -109,12 +112,25 @@ class Units:
     def valley(self, start: int, end: int) -> int:
         """The unit in `start + 1 .. end - 1` with the least LCP to its left neighbour, the leftmost of equals."""
         level = (end - start - 1).bit_length() - 1
-        left, right = self._least_cut[level][start + 1], self._least_cut[level][end - (1 << level)]
-        return left if self._cuts[left] <= self._cuts[right] else right
+        table, cuts = self._least_cut_lists[level], self._cuts
+        left, right = table[start + 1], table[end - (1 << level)]
+        return left if cuts[left] <= cuts[right] else right
 
     def lcp(self, left: int, right: int) -> int:
         """Tokens shared by units `left < right`."""
+        if right == left + 1:
+            return self._cuts[right]
         return self._cuts[self.valley(left, right + 1)]
+
+    def lcps(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """`lcp` of arrays of units."""
+        levels = np.frexp(right - left)[1] - 1  # floor(log2)
+        shared = np.empty(len(left), dtype=np.int64)
+        for level in np.unique(levels).tolist():
+            at = np.flatnonzero(levels == level)
+            table = self._least_cut[level]
+            shared[at] = np.minimum(self.cut[table[left[at] + 1]], self.cut[table[right[at] + 1 - (1 << level)]])
+        return shared
 
     def natural_pieces(self, max_rows: int) -> list[tuple[int, int]]:
         """The natural partition: ranges split at their LCP valley, recursively, until they hold at most `max_rows`.
