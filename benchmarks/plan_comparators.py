@@ -83,18 +83,18 @@ def ortools_plan(
     """
     begin = time.perf_counter()
     units = Units.from_tree(tree, CostModel())
-    start = first_fit_decreasing(units, max_tokens)
+    first_fit = first_fit_decreasing(units, max_tokens)
     first_fit_seconds = time.perf_counter() - begin
     segments = _segments(units)
-    num_bins = len(start)
+    num_bins = len(first_fit)
     num_variables = num_bins * (len(units) + len(segments))
     if num_variables > max_variables:
         status = f"not run: {num_variables} Booleans"
-        bins = [_trajectories(tree, units, b) for b in start]
+        bins = [_trajectories(tree, units, b) for b in first_fit]
         return SolverRun(bins, first_fit_seconds, first_fit_seconds, first_fit_seconds, num_bins, status, None)
 
     model = cp_model.CpModel()
-    hinted = {u: b for b, members in enumerate(start) for u in members}
+    hinted = {u: b for b, members in enumerate(first_fit) for u in members}
     x = [[model.new_bool_var("") for _ in range(num_bins)] for _ in range(len(units))]
     y = [[model.new_bool_var("") for _ in range(num_bins)] for _ in segments]
     children: list[list[int]] = [[] for _ in segments]
@@ -111,6 +111,10 @@ def ortools_plan(
         model.add_exactly_one(x[u])
         for b in range(num_bins):
             model.add_hint(x[u][b], int(hinted[u] == b))
+    present = [{hinted[u] for u in range(start, end)} for start, end, _, _ in segments]
+    for k in range(len(segments)):
+        for b in range(num_bins):
+            model.add_hint(y[k][b], int(b in present[k]))
     loads = []
     for b in range(num_bins):
         for k in range(len(segments)):
@@ -120,7 +124,7 @@ def ortools_plan(
                 model.add_implication(x[u][b], y[k][b])
         load = sum(tails[u] * x[u][b] for u in range(len(units)))
         load += sum(segments[k][3] * y[k][b] for k in range(len(segments)))
-        over = max((units.unit_rows[u] for u in start[b]), default=0)
+        over = max((units.unit_rows[u] for u in first_fit[b]), default=0)
         model.add(load <= max(max_tokens, over))
         loads.append(load)
     model.minimize(sum(loads))
@@ -140,7 +144,7 @@ def ortools_plan(
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         bins = [[u for u in range(len(units)) if solver.boolean_value(x[u][b])] for b in range(num_bins)]
     else:
-        bins = start
+        bins = first_fit
     bins = [_trajectories(tree, units, b) for b in bins if b]
     return SolverRun(
         bins,

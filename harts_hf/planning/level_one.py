@@ -7,7 +7,8 @@ Candidates, for the fewest slots that any of them needs and for the slots of the
 - greedy packings, in two orders and by two rules, of pieces: natural pieces of several grains, and the ranges of the
   exact program when ranges may be joined again for free.
 
-Each is placed by work. The best few are refined, aligned to the grid and compared once more.
+Each is placed by work. For each number of slots the best few are refined, aligned to the grid and compared once more.
+Fewer slots win unless more of them lower the first objective by more than `SLOT_GAIN`: a slot has a cost of its own.
 """
 
 import numpy as np
@@ -22,7 +23,9 @@ from .units import Units
 
 LIMIT_STEPS = (0.0, 0.06, 0.125, 0.25, 0.5, 1.0)  # where limits lie between the smallest and the budget
 GRAINS = (1, 4, 16)  # natural pieces hold at most the budget divided by one of these
-REFINED = 3  # candidates that are refined
+SLOT_GAIN = 0.01  # share of the first objective that a plan with more slots has to gain
+REFINED = 3  # candidates that are refined, at least
+REFINED_BINS = 400  # and as many as hold this many bins together
 
 
 def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objective: tuple[int, ...]) -> Draft:
@@ -55,19 +58,31 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
                 bins = [Bin(m) for m in members] + [Bin([]) for _ in range(num_cells - len(members))]
                 drafts.append(Draft(units, max_rows, num_replicas, bins))
                 place(bins, num_replicas)
-    drafts.sort(key=lambda draft: rank(draft, objective))
-    drafts = drafts[:REFINED]
-    for draft in drafts:
-        refine(draft, objective)
-        align(draft)
-        place(draft.bins, num_replicas)
-    return min(drafts, key=lambda draft: rank(draft, objective))
+    best: list[Draft] = []
+    for num_slots in sorted({draft.num_slots for draft in drafts}):
+        of_size = most_promising([draft for draft in drafts if draft.num_slots == num_slots], objective)
+        for draft in of_size:
+            refine(draft, objective)
+            align(draft)
+            place(draft.bins, num_replicas)
+        best.append(min(of_size, key=lambda draft: rank(draft, objective)))
+    chosen = best[0]
+    for draft in best[1:]:
+        if rank(draft, objective)[0] < (1 - SLOT_GAIN) * rank(chosen, objective)[0]:
+            chosen = draft
+    return chosen
 
 
 def rank(draft: Draft, objective: tuple[int, ...]) -> tuple[int, ...]:
     """What plans are compared by: the objectives in order, then fewer slots."""
     values = draft.objectives()
     return (*(values[k] for k in objective), draft.num_slots)
+
+
+def most_promising(drafts: list[Draft], objective: tuple[int, ...]) -> list[Draft]:
+    """The drafts worth refining: the best few, more of them if they are small."""
+    drafts = sorted(drafts, key=lambda draft: rank(draft, objective))
+    return drafts[: max(REFINED, REFINED_BINS // len(drafts[0].bins))] if drafts else []
 
 
 def fewest_ranges(units: Units, limit: int) -> int:

@@ -9,8 +9,9 @@ import numpy as np
 
 from .align import align
 from .draft import Draft, SharedPrefix
-from .level_one import REFINED, rank
+from .level_one import most_promising, rank
 from .refine import refine
+from .reseat import reseat
 from .units import Units
 from .window_partition import Range, cheapest_windows, shared_prefixes
 from .window_placement import place_windows
@@ -40,11 +41,13 @@ def plan_with_windows(plain: Draft, max_prefix: int, objective: tuple[int, ...])
     for num_slots in sorted({min(max(2, n), plain.num_slots) for n in slot_counts}):
         for penalty in PENALTIES:
             drafts += search.candidates(num_slots, num_replicas, penalty)
-    drafts.sort(key=lambda draft: rank(draft, objective))
-    drafts = drafts[:REFINED]
+    drafts = most_promising(drafts, objective)
     for draft in drafts:
         refine(draft, objective)
+        reseat(draft)
+        refine(draft, objective)
         align(draft)
+        reseat(draft)
     return min([plain, *drafts], key=lambda draft: rank(draft, objective))
 
 

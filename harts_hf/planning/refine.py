@@ -12,7 +12,7 @@ from itertools import accumulate
 from .draft import Bin, Draft
 
 MAX_RUNS = 24  # runs of a bin that are tried, larger subtrees first
-MAX_TARGETS = 6  # bins with the most room that are tried, in the whole step and in the slot
+MAX_TARGETS = 8  # bins with the most room that are tried, in the whole step and in the slot
 MAX_SWAPS = 4  # exchanges with a bin that are evaluated, closest to even first
 IDLE_SHARE = 1 / 500  # a slot whose replicas idle less than this share of its work is left alone
 

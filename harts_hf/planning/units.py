@@ -24,6 +24,8 @@ class Units:
         rows (`np.ndarray` of shape `[U]`, int64): rows of each unit alone.
         work (`np.ndarray` of shape `[U]`, int64): work of each unit alone, in row equivalents of `cost`.
         cut (`np.ndarray` of shape `[U]`, int64): LCP with the left neighbour, in tokens; 0 for the first.
+        common (`np.ndarray` of shape `[U]`, int64): tokens that all trajectories of a unit share, up to the one that ends
+            last: its rows for a chain of nested prefixes, the least LCP inside for a run that was made a unit.
         cost (`CostModel`): what `work` counts.
     """
 
@@ -31,6 +33,7 @@ class Units:
     rows: np.ndarray
     work: np.ndarray
     cut: np.ndarray
+    common: np.ndarray
     cost: CostModel
 
     @classmethod
@@ -42,7 +45,8 @@ class Units:
         ends = np.flatnonzero(is_last)
         first = np.concatenate([[0], ends + 1])
         rows = lengths[ends]
-        return cls(first=first, rows=rows, work=cost.prefix_work(rows), cut=tree.sorted_lcp[first[:-1]], cost=cost)
+        cut = tree.sorted_lcp[first[:-1]]
+        return cls(first=first, rows=rows, work=cost.prefix_work(rows), cut=cut, common=rows, cost=cost)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -154,11 +158,14 @@ class Units:
         """Units of which each is one of the ranges, which cover all units in order."""
         starts = np.array([start for start, _ in pieces], dtype=np.int64)
         ends = np.append(starts[1:], len(self))
+        inside = np.minimum(self.common, self.cut)
+        inside[starts] = self.common[starts]
         return Units(
             first=np.append(self.first[starts], self.first[-1]),
             rows=self.range_rows(starts, ends),
             work=self.range_work(starts, ends),
             cut=self.cut[starts],
+            common=np.minimum.reduceat(inside, starts),
             cost=self.cost,
         )
 
@@ -177,7 +184,7 @@ class Units:
         for unit in range(1, len(self)):
             start = pieces[-1][0]
             added = offsets[unit + 1] - offsets[start]
-            # a joined unit stays within one subtree: its inner cuts are no lower than the cut before it
+            # a joined unit is no part of two subtrees: its inner cuts are no lower than the cut before it
             if added <= grain and added + cuts[start] <= max_rows and cuts[unit] >= cuts[start]:
                 pieces[-1] = (start, unit + 1)
             else:

@@ -47,7 +47,7 @@ def shared_prefixes(units: Units, limit: int, max_prefix: int) -> list[SharedPre
         if end - start == 1 or units.range_rows(start, end) <= limit:
             continue
         middle = units.valley(start, end)
-        tokens = min(units.lcp(start, end - 1), max_prefix)
+        tokens = min(units.lcp(start, end - 1), int(units.common[start:end].min()), max_prefix)
         if tokens >= max(1, above + limit // MIN_GAIN):
             prefixes.append(SharedPrefix(start, end, tokens))
             above = tokens
