@@ -89,6 +89,8 @@ class _Seating:
         for i in range(len(block)):
             for j in range(i + 1, len(block)):
                 a, b = block[i], block[j]
+                if not (a.members and b.members):
+                    continue  # empty consumers stay at the end, so that the others are consecutive
                 if a.produces:
                     improved |= self._lead(block, i, j)
                 elif self._try([(a, b.slot, b.replica), (b, a.slot, a.replica)]):
@@ -99,8 +101,6 @@ class _Seating:
     def _lead(self, block: list[Bin], i: int, j: int) -> bool:
         """Let consumer `j` run first, and carry the producer's charge, instead of consumer `i`."""
         a, b = block[i], block[j]
-        if not b.members:
-            return False
         rows, work = self.draft.charge(b.members, b.window, True)
         if rows > self.draft.max_rows:
             return False
