@@ -139,7 +139,7 @@ def main() -> None:
         records[title] = run_step(sequences, max_tokens, arguments.time_limit, arguments.workers)
     record = {
         "command": f"HARTS_ROLLOUTS=$HARTS_ROLLOUTS python benchmarks/plan_steps.py --time-limit {arguments.time_limit:g}",
-        "device": f"{os.cpu_count()} CPU cores, {platform.machine()}; planning single-threaded",
+        "device": f"{os.cpu_count()} CPU cores, {platform.machine()}; shared with other work; planning single-threaded",
         "versions": {"python": platform.python_version(), "numpy": np.__version__, "ortools": ortools.__version__},
         "seed": SEED,
         "ortools_time_limit_seconds": arguments.time_limit,

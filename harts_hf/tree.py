@@ -174,6 +174,19 @@ class PrefixTree:
             k = int(self._owner[k])
         return np.concatenate(pieces[::-1])
 
+    def all_rows(self) -> list[np.ndarray]:
+        """Rows of every trajectory, in the caller's order: entry `i` equals `rows(i)`.
+
+        Cost: linear in expanded tokens, whatever the depth of the tree.
+        """
+        rows: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * self.num_trajectories
+        path = np.empty(0, dtype=np.int64)
+        for k, trajectory in enumerate(self.sorted_order):
+            added = np.arange(self._first_row[k], self._first_row[k + 1])
+            path = np.concatenate([path[: self.sorted_lcp[k]], added])
+            rows[trajectory] = path
+        return rows
+
     def segment_starts(self) -> np.ndarray:
         """First row of every segment.
 
@@ -189,7 +202,10 @@ class PrefixTree:
 
 def _sort_key(sequence, index: int) -> bytes:
     """Tokens of one trajectory as big-endian 32-bit bytes."""
-    array = np.asarray(sequence)
+    try:
+        array = np.asarray(sequence)
+    except ValueError as error:  # numpy's message on nested lists of unequal length names no trajectory
+        raise ValueError(f"trajectory {index}: token ids must be one-dimensional") from error
     if array.ndim != 1:
         raise ValueError(f"trajectory {index}: token ids must be one-dimensional, got shape {array.shape}")
     if array.size == 0:

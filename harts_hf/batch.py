@@ -1,0 +1,233 @@
+"""CompactBatch: the tensors of one prefix tree, the only place where a plan becomes tensors.
+
+A batch holds each row's token once, in the tree's depth-first order, and the index tables that the layers need: who may
+attend to whom, which chunks the linear-attention kernel runs and where each starts, which rows a causal convolution
+reads. Tables are built on first use and kept, so that all layers, and recomputation, share them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from harts_hf.kernels.chunk_layout import ChunkLayout, PackedCallLayout
+from harts_hf.kernels.tree_attention import AttentionLayout
+from harts_hf.planning.chunks import plan_chunks, plan_packed_calls
+from harts_hf.planning.rounds import RoundPlan, plan_rounds
+from harts_hf.tree import PrefixTree
+
+
+class CompactBatch:
+    """One prefix tree as tensors on one device: what a model computes in one forward.
+
+    Row `r` predicts one token per child, so a scored token is a row `c` whose target is `token_ids[c]` and whose hidden
+    state is that of `parent[c]`. Only rows that some trajectory scores are projected to the vocabulary.
+
+    Args:
+        tree ([`PrefixTree`]): the trajectories' prefix tree.
+        scored (list of `np.ndarray` of bool, *optional*): per trajectory, of its length, which tokens' log-probs are
+            wanted. The first token has no context, so its entry must be False. Defaults to all but the first.
+        device (`torch.device`): where the tensors live.
+
+    Attributes:
+        tree: the tree, on the host.
+        token_ids (`[C]`, int64), position_ids (`[C]`, int64), counts (`[C]`, fp32): as in the tree.
+        score_parents (`[P]`, int64): row whose hidden state predicts the scored token.
+        score_targets (`[P]`, int64): the scored token.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        scored: Sequence[np.ndarray] | None = None,
+        device: torch.device | str = "cpu",
+    ):
+        self.tree = tree
+        self.device = torch.device(device)
+        self.rows = tree.all_rows()
+        is_scored = np.zeros(tree.num_rows, dtype=bool)
+        if scored is None:
+            is_scored[tree.parent >= 0] = True
+        else:
+            for i, (rows, mask) in enumerate(zip(self.rows, scored, strict=True)):
+                if len(mask) != len(rows):
+                    raise ValueError(f"trajectory {i}: its mask has {len(mask)} entries for {len(rows)} tokens")
+                if mask[0]:
+                    raise ValueError(f"trajectory {i}: its first token has no context, so it cannot be scored")
+                is_scored[rows[mask]] = True
+        score_rows = np.flatnonzero(is_scored)
+        self._score_of_row = np.full(tree.num_rows, -1, dtype=np.int64)
+        self._score_of_row[score_rows] = np.arange(len(score_rows))
+
+        self.token_ids = self._tensor(tree.token_ids)
+        self.position_ids = self._tensor(tree.position_ids)
+        self.counts = self._tensor(tree.counts).float()
+        self.score_parents = self._tensor(tree.parent[score_rows])
+        self.score_targets = self._tensor(tree.token_ids[score_rows])
+        self._attention: AttentionLayout | None = None
+        self._rounds: dict[int, RoundPlan] = {}
+        self._chunks: dict[int, ChunkLayout] = {}
+        self._ancestors: dict[int, torch.Tensor] = {}
+
+    @property
+    def num_rows(self) -> int:
+        """C, the rows that are computed."""
+        return self.tree.num_rows
+
+    def scores(self, trajectory: int) -> np.ndarray:
+        """Where the log-probs of one trajectory's tokens stand among the `P` scored tokens.
+
+        Returns:
+            `[length]`, int64 on the host: index into `[P]`; -1 where the token's log-prob is not computed.
+        """
+        return self._score_of_row[self.rows[trajectory]]
+
+    def all_scores(self) -> np.ndarray:
+        """`scores` of all trajectories, one after another: `[S]`, int64."""
+        return self._score_of_row[np.concatenate(self.rows)]
+
+    def attention_layout(self) -> AttentionLayout:
+        """What each row may attend to."""
+        if self._attention is None:
+            self._attention = AttentionLayout(self._tensor(self.tree.subtree_end), self.position_ids)
+        return self._attention
+
+    def round_plan(self, chunk_size: int = 64) -> RoundPlan:
+        """Sequences, replay and rounds of the linear-attention layers."""
+        if chunk_size not in self._rounds:
+            self._rounds[chunk_size] = plan_rounds(self.tree, chunk_size)
+        return self._rounds[chunk_size]
+
+    def planned_rounds(self) -> tuple[RoundPlan, ...]:
+        """Round plans that the model has asked for: one for a hybrid model, none for a softmax model."""
+        return tuple(self._rounds.values())
+
+    def chunk_layout(self, chunk_size: int = 64) -> ChunkLayout:
+        """Chunks of the linear-attention kernels, as tensors."""
+        if chunk_size not in self._chunks:
+            rounds = self.round_plan(chunk_size)
+            chunks = plan_chunks(rounds)
+            calls = plan_packed_calls(rounds)
+            self._chunks[chunk_size] = ChunkLayout(
+                chunk_size=chunk_size,
+                rows=self._tensor(chunks.rows),
+                parent=self._tensor(chunks.parent),
+                level_offsets=tuple(int(x) for x in chunks.level_offsets),
+                output_slot=self._tensor(chunks.output_slot),
+                packed_calls=tuple(
+                    PackedCallLayout(
+                        rows=self._tensor(call.rows),
+                        cu_seqlens=self._tensor(call.cu_seqlens),
+                        source=self._tensor(call.source),
+                        output_positions=self._tensor(call.output_positions),
+                        output_rows=self._tensor(call.output_rows),
+                    )
+                    for call in calls
+                ),
+            )
+        return self._chunks[chunk_size]
+
+    def ancestors(self, width: int) -> torch.Tensor:
+        """Rows that a causal convolution of `width` taps reads.
+
+        Returns:
+            `[C, width]`, int64: oldest first, the row itself last; -1 before the trajectory's start.
+        """
+        if width not in self._ancestors:
+            columns = [np.arange(self.num_rows)]
+            for _ in range(width - 1):
+                row = columns[-1]
+                columns.append(np.where(row >= 0, self.tree.parent[row], -1))
+            self._ancestors[width] = self._tensor(np.stack(columns[::-1], axis=1))
+        return self._ancestors[width]
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+class DataCollatorWithPrefixTree:
+    """Collate trajectories into one compact batch, in the style of `DataCollatorWithFlattening`.
+
+    Pass the result to a model with a tree forward, `model(**batch)`: it returns the mean loss over the trained tokens of
+    all trajectories, as the expanded batch would give, and their log-probs. Trained tokens come from `labels` (-100 is
+    not trained) or from `completion_mask`; without either, all tokens but the first are trained.
+
+    Features: `input_ids`, optional `labels` or `completion_mask` of the same length, and any further field. A field with
+    one value per token is concatenated like `input_ids`; a number is stacked, one per trajectory.
+
+    Returns a dict of tensors:
+        `tree_input_ids` (`[S]`, int64): tokens of all trajectories, one after another;
+        `tree_completion_mask` (`[S]`, bool): which of them are trained;
+        `tree_cu_seqlens` (`[N + 1]`, int64): where each trajectory starts;
+        `input_ids`, `position_ids`, `counts` (`[1, C]`, int64): the rows of the prefix tree in depth-first order;
+        and each further field: `[S]` per token or `[N]` per trajectory.
+    """
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        if not features:
+            raise ValueError("a compact batch needs at least one trajectory, got none")
+        sequences = [_token_array(feature, i) for i, feature in enumerate(features)]
+        masks = [_trained_mask(feature, len(ids), i) for i, (feature, ids) in enumerate(zip(features, sequences))]
+        tree = PrefixTree.from_sequences(sequences)
+        lengths = [len(ids) for ids in sequences]
+        batch = {
+            "tree_input_ids": torch.from_numpy(np.concatenate(sequences)),
+            "tree_completion_mask": torch.from_numpy(np.concatenate(masks)),
+            "tree_cu_seqlens": torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])),
+            "input_ids": torch.from_numpy(tree.token_ids)[None],
+            "position_ids": torch.from_numpy(tree.position_ids)[None],
+            "counts": torch.from_numpy(tree.counts)[None],
+        }
+        taken = {"input_ids", "labels", "completion_mask", "attention_mask"}
+        for name in features[0]:
+            if name not in taken:
+                batch[name] = _collate_field(name, [feature[name] for feature in features], lengths)
+        return batch
+
+
+def compact_batch_from_features(features: dict[str, torch.Tensor], device: torch.device) -> CompactBatch:
+    """The compact batch of a [`DataCollatorWithPrefixTree`] dict, on `device`.
+
+    Reads `tree_input_ids`, `tree_completion_mask` and `tree_cu_seqlens`.
+    """
+    ends = features["tree_cu_seqlens"].tolist()
+    tokens = features["tree_input_ids"].cpu().numpy()
+    mask = features["tree_completion_mask"].cpu().numpy()
+    sequences = [tokens[a:b] for a, b in zip(ends, ends[1:])]
+    return CompactBatch(PrefixTree.from_sequences(sequences), [mask[a:b] for a, b in zip(ends, ends[1:])], device)
+
+
+def _token_array(feature: dict[str, Any], index: int) -> np.ndarray:
+    ids = np.asarray(feature["input_ids"])
+    if ids.ndim != 1 or len(ids) == 0:
+        raise ValueError(f"trajectory {index}: input_ids must be a non-empty list of ids, got shape {ids.shape}")
+    if ids.dtype.kind not in "iu":
+        raise TypeError(f"trajectory {index}: input_ids must be integers, got {ids.dtype}")
+    return ids.astype(np.int64)
+
+
+def _trained_mask(feature: dict[str, Any], length: int, index: int) -> np.ndarray:
+    if feature.get("completion_mask") is not None:
+        name, mask = "completion_mask", np.asarray(feature["completion_mask"]).astype(bool)
+    elif feature.get("labels") is not None:
+        labels, ids = np.asarray(feature["labels"]), np.asarray(feature["input_ids"])
+        name, mask = "labels", labels != -100
+        if labels.shape == ids.shape and (labels != ids)[mask].any():
+            raise ValueError(f"trajectory {index}: labels must equal input_ids or be -100; a row has one next token")
+    else:
+        name, mask = "input_ids", np.ones(length, dtype=bool)
+    if mask.shape != (length,):
+        raise ValueError(f"trajectory {index}: {name} has shape {mask.shape} for {length} token ids")
+    mask = mask.copy()
+    mask[0] = False  # no context: a causal model's shifted loss never trains the first token
+    return mask
+
+
+def _collate_field(name: str, values: list, lengths: list[int]) -> torch.Tensor:
+    if np.ndim(values[0]) == 0:
+        return torch.tensor(values)
+    for i, (value, length) in enumerate(zip(values, lengths, strict=True)):
+        if np.shape(value) != (length,):
+            raise ValueError(f"trajectory {i}: {name} has shape {np.shape(value)} for {length} token ids")
+    return torch.cat([torch.as_tensor(value) for value in values])

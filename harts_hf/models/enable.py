@@ -1,0 +1,232 @@
+"""Give one model instance a tree forward, and take it away.
+
+The instance's `forward` accepts a compact batch as the keyword `harts_batch` (or the dict of
+[`DataCollatorWithPrefixTree`]) and returns log-probs and entropies; any other call runs as before. The batch travels as
+one keyword argument through the stock modeling code, so recomputation replays it, and wrappers (DDP, FSDP, PEFT) pass it
+through. Functions of the modeling module stay wrapped once some instance was enabled; without a batch they run as before.
+"""
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from harts_hf.batch import CompactBatch, compact_batch_from_features
+from harts_hf.kernels.log_probs import linear_log_probs
+
+from .attention_seam import install_attention_seam
+from .families import Family, UnsupportedModelError, family_of
+from .linear_attention_seam import install_linear_attention_seam
+from .routing import record_expert_loads
+
+_ATTRIBUTE = "_harts_tree_forward"  # on the instance, so that copies and pickles have it too
+
+
+@dataclass
+class TreeOutput(ModelOutput):
+    """What a tree forward returns for a compact batch with `P` scored tokens.
+
+    Attributes:
+        loss (`[]`, fp32, *optional*): mean negative log-prob of the trained tokens of all trajectories; only for the
+            dict of [`DataCollatorWithPrefixTree`].
+        log_probs (`[P]`, fp32): log-prob of each scored token.
+        entropies (`[P]`, fp32): entropy of the distribution that the scored token was drawn from.
+        router_logits (tuple of `[C, E]`, *optional*): per MoE layer, when asked for.
+        expert_loads (`[L, E]`, fp32, *optional*): expanded tokens that each expert of each MoE layer received.
+    """
+
+    loss: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
+    entropies: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
+    expert_loads: torch.Tensor | None = None
+
+
+def enable_tree_forward(model):
+    """Give `model` a tree forward.
+
+    Works on the instance: other instances of the class are untouched. Does nothing on a model that has one already. The
+    model's parameters, config, saved checkpoint and ordinary calls stay as they are.
+
+    Args:
+        model: a Transformers causal LM or a PEFT model around one, not yet wrapped by DDP or FSDP.
+
+    Returns:
+        the same model.
+
+    Raises:
+        UnsupportedModelError: the architecture or an option has no tree forward; the message says what is supported.
+    """
+    base = causal_lm_of(model)
+    if not has_tree_forward(base):
+        tree_forward = _TreeForward(base, family_of(base), base.__dict__.get("forward"))
+        tree_forward.install_seams()
+        base.forward = tree_forward
+        setattr(base, _ATTRIBUTE, tree_forward)
+    return model
+
+
+def disable_tree_forward(model):
+    """Take the tree forward away; the instance's forward is what it was before. Does nothing on a model without one.
+
+    Raises:
+        RuntimeError: something else has wrapped the model's forward since, so it cannot be put back.
+    """
+    base = causal_lm_of(model)
+    if not has_tree_forward(base):
+        return model
+    tree_forward = getattr(base, _ATTRIBUTE)
+    if base.__dict__.get("forward") is not tree_forward:
+        raise RuntimeError("the model's forward was wrapped after enable_tree_forward: undo that first")
+    if tree_forward.instance_forward is None:
+        del base.forward
+    else:
+        base.forward = tree_forward.instance_forward
+    delattr(base, _ATTRIBUTE)
+    return model
+
+
+def has_tree_forward(model) -> bool:
+    """Whether `enable_tree_forward` was called on the model, or on the model it is a copy of."""
+    return _ATTRIBUTE in causal_lm_of(model).__dict__
+
+
+def causal_lm_of(model) -> PreTrainedModel:
+    """The Transformers causal LM inside `model`, which may be a PEFT model.
+
+    Raises:
+        TypeError: `model` is neither.
+    """
+    if isinstance(model, PreTrainedModel):
+        return model
+    if type(model).__module__.startswith("peft."):
+        if model.active_peft_config.is_prompt_learning:
+            raise UnsupportedModelError(
+                f"{model.active_peft_config.peft_type} adds virtual tokens to each sequence; a tree forward supports "
+                "adapters that leave the input as it is, such as LoRA"
+            )
+        return model.get_base_model()
+    raise TypeError(
+        f"expected a Transformers causal LM or a PEFT model around one, got {type(model).__name__}; call this before the "
+        "model is wrapped"
+    )
+
+
+def attribute(module: torch.nn.Module, path: str) -> torch.nn.Module:
+    """The submodule at a dotted path."""
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+class _TreeForward:
+    """The instance's forward: a compact batch runs the tree, anything else what ran before."""
+
+    def __init__(self, model: PreTrainedModel, family: Family, instance_forward):
+        self.model = model
+        self.family = family
+        self.instance_forward = instance_forward  # set on the instance before, by a wrapper such as TRL's; or None
+
+    def install_seams(self) -> None:
+        """Wrap what the layers call. Repeated at each tree forward, at no cost: a pickled model may wake in a process whose
+        modules are as upstream, and the attention implementation may change."""
+        attribute(self.model, self.family.backbone)  # a causal LM without it is not what the table describes
+        install_attention_seam(self.model.config.get_text_config()._attn_implementation)
+        install_linear_attention_seam(self.family)
+
+    @property
+    def __signature__(self) -> inspect.Signature:  # `generate` validates its arguments against it
+        return inspect.signature(self._original)
+
+    @property
+    def _original(self):
+        return self.instance_forward or type(self.model).forward.__get__(self.model)
+
+    def __call__(self, *args, harts_batch: CompactBatch | None = None, **kwargs):
+        if harts_batch is not None:
+            return self._run(harts_batch, **kwargs)
+        if "tree_input_ids" in kwargs:
+            return self._run_features(kwargs)
+        return self._original(*args, **kwargs)
+
+    def _run_features(self, features) -> TreeOutput:
+        batch = compact_batch_from_features(features, features["tree_input_ids"].device)
+        output = self._run(batch)
+        # A scored token counts once per trajectory that trains it, as in the expanded batch.
+        mask = features["tree_completion_mask"].cpu()
+        scores = torch.from_numpy(batch.all_scores())[mask]
+        weights = torch.bincount(scores[scores >= 0], minlength=len(output.log_probs)).to(output.log_probs)
+        output.loss = -(output.log_probs * weights).sum() / weights.sum().clamp(min=1)
+        return output
+
+    def _run(
+        self,
+        batch: CompactBatch,
+        temperature: float = 1.0,
+        with_entropies: bool = True,
+        with_router_logits: bool = False,
+        **unused,
+    ) -> TreeOutput:
+        given = [name for name, value in unused.items() if value is not None]
+        if given:
+            raise ValueError(f"a tree forward takes its inputs from the compact batch, not from {given}")
+        if self.model.training:
+            refuse_dropout(self.model)
+        self.install_seams()
+        backbone = attribute(self.model, self.family.backbone)
+        # Tree attention reads the batch; the masks only keep the backbone from building its own.
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.device)
+        masks = {name: None if name == "linear_attention" else mask for name in self.family.layer_types}
+        extra = {"output_router_logits": True} if with_router_logits else {}
+        with record_expert_loads(backbone, self.family, batch.counts) as loads:
+            output = backbone(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.position_ids[None],
+                attention_mask=masks or mask,
+                use_cache=False,
+                harts_batch=batch,
+                **extra,
+            )
+        log_probs, entropies = self._head(output.last_hidden_state[0], batch, temperature, with_entropies)
+        return TreeOutput(
+            log_probs=log_probs,
+            entropies=entropies,
+            router_logits=output.router_logits if with_router_logits else None,
+            expert_loads=torch.stack(loads) if loads else None,
+        )
+
+    def _head(self, hidden: torch.Tensor, batch: CompactBatch, temperature: float, with_entropies: bool):
+        """Log-probs and entropies of the scored tokens from the last hidden states `[C, D]`."""
+        head = self.model.get_output_embeddings()
+        weight, bias = head.weight, head.bias
+        if isinstance(weight, torch.distributed.tensor.DTensor):  # sharded by FSDP2: gathered once
+            weight = weight.full_tensor()
+            bias = None if bias is None else bias.full_tensor()
+        config = self.model.config.get_text_config()
+        return linear_log_probs(
+            hidden[batch.score_parents],
+            weight,
+            batch.score_targets,
+            bias=bias,
+            temperature=temperature,
+            softcap=getattr(config, "final_logit_softcapping", None),
+            with_entropy=with_entropies,
+        )
+
+
+def refuse_dropout(model: PreTrainedModel) -> None:
+    """Raise if some dropout is above zero: a shared row would get one mask instead of one per trajectory.
+
+    Raises:
+        UnsupportedModelError: names the module or config entry and its probability.
+    """
+    probability = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
+    if probability:
+        raise UnsupportedModelError(f"attention_dropout is {probability}: set it to 0 in the model's config")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and module.p > 0:
+            raise UnsupportedModelError(
+                f"{name} drops activations with probability {module.p}: set it to 0 (for LoRA: lora_dropout=0)"
+            )

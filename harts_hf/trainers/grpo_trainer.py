@@ -1,0 +1,314 @@
+"""TreeGRPOTrainer: TRL's GRPOTrainer with every shared prefix computed once."""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+from transformers import PreTrainedModel
+from trl import GRPOTrainer
+
+from harts_hf.execution import ForwardOptions, MicrobatchResult, forward_plan, train_plan
+from harts_hf.forward import check_token_ids
+from harts_hf.models.checkpoint import reload_weights
+from harts_hf.models.enable import causal_lm_of, enable_tree_forward, refuse_dropout
+from harts_hf.models.routing import RouterSums, load_balancing_loss, router_sums
+from harts_hf.planning.microbatches import plan_step
+from harts_hf.planning.plan import StepPlan
+from harts_hf.tree import PrefixTree
+
+from .grpo_config import TreeGRPOConfig
+from .guards import MULTIMODAL_INPUTS, refuse_multimodal, refuse_options
+from .loss_oracle import LossOracle
+from .micro_batches import PlacedTrajectory, group_weights, place_trajectories, placements
+from .step_statistics import TreeStatistics
+from .trajectories import TrajectoryDatasetMixin
+from .window import WindowState
+
+
+class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
+    """
+    Trainer for Group Relative Policy Optimization over prefix trees. A drop-in for [`~trl.GRPOTrainer`].
+
+    Each optimizer step is planned as a whole: the trajectories of all its gradient-accumulation steps form prefix trees,
+    each distinct prefix is computed once, forward and backward, and the loss is TRL's own. Gradients, loss and metrics
+    are those of the stock trainer up to rounding. Prefixes are found in the token ids, so any source of rollouts works.
+
+    Args:
+        model, reward_funcs, args, train_dataset, eval_dataset, processing_class, and all others:
+            as for [`~trl.GRPOTrainer`]. `args` may be a plain [`~trl.GRPOConfig`]; the options of [`TreeGRPOConfig`]
+            then have their defaults. With a dataset of finished trajectories (see [`TrajectoryDatasetMixin`])
+            `reward_funcs` is not needed and nothing is generated.
+
+    Raises:
+        UnsupportedModelError: the model has no tree forward, or a dropout above zero.
+        ValueError, NotImplementedError: an option that a tree cannot honour (DeepSpeed, FSDP, `torch_compile`, images, a
+            fused-backward optimizer); the message says what to do.
+    """
+
+    _tag_names = ["trl", "grpo", "harts"]
+    _name = "Tree GRPO"
+
+    def __init__(
+        self,
+        model,
+        reward_funcs=None,
+        args=None,
+        train_dataset=None,
+        eval_dataset=None,
+        processing_class=None,
+        reward_processing_classes=None,
+        callbacks=None,
+        optimizers=(None, None),
+        quantization_config=None,
+        peft_config=None,
+        tools=None,
+        rollout_func=None,
+        environment_factory=None,
+    ):
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+        self.max_tokens_per_microbatch = getattr(
+            self.args, "max_tokens_per_microbatch", TreeGRPOConfig.max_tokens_per_microbatch
+        )
+        refuse_options(self)
+        enable_tree_forward(self.model)
+        refuse_dropout(causal_lm_of(self.model))
+        if self.ref_model is not None:
+            enable_tree_forward(self.accelerator.unwrap_model(self.ref_model))
+        self._oracle = LossOracle(self)
+        self._window: list[dict[str, Any]] = []  # the stock micro-batches of the optimizer step at hand
+
+    # ---- log-probs: old policy, reference, evaluation
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model,
+        input_ids,
+        attention_mask,
+        logits_to_keep,
+        batch_size=None,  # the stock way to bound memory; a tree forward is bounded by max_tokens_per_microbatch
+        compute_entropy=False,
+        compute_aux_loss=False,
+        **multimodal,
+    ):
+        given = self._oracle.given
+        if given is not None:
+            return given.log_probs, given.entropies, given.aux_loss
+        refuse_multimodal(multimodal)
+        placed = place_trajectories(input_ids, attention_mask, logits_to_keep)
+        plan = self._plan(placed)
+        options = self._forward_options(with_entropies=compute_entropy, with_router_logits=compute_aux_loss)
+        log_probs = torch.zeros(input_ids.shape[0], logits_to_keep, device=self.accelerator.device)
+        entropies = torch.zeros_like(log_probs)
+        sums = []
+        for result in forward_plan(model, plan, placed, options, self.accelerator.device):
+            own = [placed[i] for i in result.microbatch.trajectories]
+            for placement in placements(result.batch, own).values():
+                log_probs = placement.scatter(result.output.log_probs, log_probs)
+                if compute_entropy:
+                    entropies = placement.scatter(result.output.entropies, entropies)
+            if compute_aux_loss:
+                sums.append(self._router_sums(result, own, num_micro_batches=1))
+        aux_loss = None
+        if compute_aux_loss:
+            totals = _total(sums)
+            aux_loss = load_balancing_loss(totals, totals)[0]
+        return log_probs, entropies if compute_entropy else None, aux_loss
+
+    def get_high_entropy_mask(self, entropies, mask, threshold):
+        given = self._oracle.given
+        if given is not None and given.entropy_mask is not None:
+            return given.entropy_mask
+        return super().get_high_entropy_mask(entropies, mask, threshold)
+
+    # ---- training: one plan per optimizer step
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        time_before = time.perf_counter()
+        if self._step == 0 and self.state.global_step > 0:
+            # Resumed: TRL counts from 0, which would shift the phase between generation and optimizer steps.
+            self._step = self.state.global_step * self.args.gradient_accumulation_steps
+        model.train()
+        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):  # schedule-free optimizers
+            self.optimizer.train()
+        self._window.append(self._prepare_inputs(inputs))
+        loss = torch.zeros((), device=self.accelerator.device)
+        is_last = len(self._window) == self.current_gradient_accumulation_steps
+        if is_last:
+            window, self._window = self._window, []
+            try:
+                loss = self._run_window(model, window)
+            except BaseException:
+                model.zero_grad()  # no half gradient is left behind
+                raise
+            empty_cache_steps = self.args.torch_empty_cache_steps
+            if empty_cache_steps is not None and self.state.global_step % empty_cache_steps == 0:
+                clear_device_cache()
+        self._step += 1
+        self._current_train_step_time += time.perf_counter() - time_before
+        if is_last:
+            self._metrics["train"]["step_time"].append(self._current_train_step_time)
+            self._current_train_step_time = 0.0
+        return loss
+
+    def _run_window(self, model, window: list[dict[str, Any]]) -> torch.Tensor:
+        """Forward, backward and reporting of one optimizer step. Returns its loss, detached."""
+        device = self.accelerator.device
+        plan_start = time.perf_counter()
+        placed = [t for m, inputs in enumerate(window) for t in self._placed(inputs, m)]
+        if not self.aux_loss_enabled and any(t.scored.any() for t in placed):
+            placed = [t for t in placed if t.scored.any()]  # what trains nothing moves nothing
+        plan = self._plan(placed)
+        plan_seconds = time.perf_counter() - plan_start
+
+        step = WindowState(window, device)
+        options = self._forward_options(with_entropies=True, with_router_logits=self.aux_loss_enabled)
+        statistics = TreeStatistics(plan, plan_seconds)
+        split_aux = self.aux_loss_enabled and _splits_a_micro_batch(plan, placed)
+        if self.top_entropy_quantile < 1.0 or split_aux:
+            self._pre_pass(model, plan, placed, options, step)
+
+        def loss(result: MicrobatchResult) -> torch.Tensor:
+            own = [placed[i] for i in result.microbatch.trajectories]
+            places = placements(result.batch, own)
+            scores = len(result.output.log_probs)
+            gradient = torch.zeros(2, scores, device=device)  # of log-probs and of entropies
+            for m, placement in places.items():
+                step.fill(m, placement, result.output)
+            for m, placement in places.items():
+                used = self._oracle.gradient(model, window[m], step.loss_inputs(m))
+                gradient[0] += placement.gather_gradient(used.log_probs, scores)
+                gradient[1] += placement.gather_gradient(used.entropies, scores)
+                step.remember(m, placement, used)
+            total = (result.output.log_probs * gradient[0] + result.output.entropies * gradient[1]).sum()
+            if self.aux_loss_enabled:
+                sums = self._router_sums(result, own, len(window))
+                if not step.has_totals:
+                    step.add_router_sums(sums)
+                aux = load_balancing_loss(sums, step.totals_for(sums))
+                total = total + self.router_aux_loss_coef * aux.sum() / self.current_gradient_accumulation_steps
+            return total
+
+        train_plan(
+            model,
+            plan,
+            placed,
+            options,
+            device,
+            loss=loss,
+            backward=self.accelerator.backward,
+            defer_sync=partial(self.accelerator.no_sync, model),
+            after=statistics.add,
+        )
+        total = self._report(model, window, step)
+        statistics.log(self._metrics["train"])
+        return total
+
+    def _placed(self, inputs: dict[str, Any], micro_batch: int) -> list[PlacedTrajectory]:
+        """The trajectories of one stock micro-batch, with the tokens that its loss reads."""
+        refuse_multimodal({name: inputs.get(name) for name in MULTIMODAL_INPUTS})
+        return place_trajectories(
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].shape[1],
+            loss_mask=inputs.get("tool_mask"),
+            micro_batch=micro_batch,
+        )
+
+    def _pre_pass(
+        self, model, plan: StepPlan, placed: Sequence[PlacedTrajectory], options: ForwardOptions, step: "WindowState"
+    ) -> None:
+        """One forward without graph, for the two quantities that couple trajectories of different microbatches: the
+        entropy quantile and the router's token fractions."""
+        with torch.no_grad():
+            for result in forward_plan(model, plan, placed, options, self.accelerator.device):
+                own = [placed[i] for i in result.microbatch.trajectories]
+                for m, placement in placements(result.batch, own).items():
+                    step.fill(m, placement, result.output)
+                if self.aux_loss_enabled:
+                    step.add_router_sums(self._router_sums(result, own, len(step.window)))
+        step.has_totals = self.aux_loss_enabled
+        if self.top_entropy_quantile < 1.0:
+            for m, inputs in enumerate(step.window):
+                mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+                step.entropy_masks[m] = super().get_high_entropy_mask(
+                    step.entropies[m], mask, 1 - self.top_entropy_quantile
+                )
+
+    def _report(self, model, window: list[dict[str, Any]], step: "WindowState") -> torch.Tensor:
+        """TRL's own loss once per stock micro-batch, for loss and metrics; refuses a loss that coupled trajectories."""
+        total = torch.zeros((), device=self.accelerator.device)
+        aux = step.aux_losses() if self.aux_loss_enabled else [total] * len(window)
+        gradient_state = self.accelerator.gradient_state
+        for m, inputs in enumerate(window):
+            gradient_state._set_sync_gradients(m == len(window) - 1)
+            final = self._oracle.report(model, inputs, step.loss_inputs(m, aux[m]))
+            step.refuse_coupling(m, final, self.loss_type)
+            total = total + final.loss
+        return total
+
+    # ---- checkpoints
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        model = self.model if model is None else model
+        if isinstance(model, PreTrainedModel):
+            reload_weights(model, resume_from_checkpoint)
+        else:  # PEFT loads its adapters
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self):
+        if isinstance(self.model, PreTrainedModel):
+            reload_weights(self.model, self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    # ---- pieces
+
+    def _plan(self, placed: Sequence[PlacedTrajectory]) -> StepPlan:
+        tree = PrefixTree.from_sequences([t.token_ids for t in placed])
+        check_token_ids(tree, causal_lm_of(self.accelerator.unwrap_model(self.model)).config.get_text_config())
+        return plan_step(tree, self.max_tokens_per_microbatch)
+
+    def _forward_options(self, with_entropies: bool, with_router_logits: bool) -> ForwardOptions:
+        return ForwardOptions(self.temperature, with_entropies, with_router_logits, self.accelerator.autocast)
+
+    def _router_sums(
+        self, result: MicrobatchResult, own: Sequence[PlacedTrajectory], num_micro_batches: int
+    ) -> RouterSums:
+        config = causal_lm_of(self.accelerator.unwrap_model(self.model)).config.get_text_config()
+        weights = group_weights(result.batch, own, num_micro_batches)
+        return router_sums(result.output.router_logits, weights, config.num_experts_per_tok)
+
+
+def _splits_a_micro_batch(plan: StepPlan, placed: Sequence[PlacedTrajectory]) -> bool:
+    """Whether trajectories of one stock micro-batch run in different microbatches of the plan."""
+    home: dict[int, int] = {}
+    for k, microbatch in enumerate(plan.microbatches):
+        for i in microbatch.trajectories:
+            if home.setdefault(placed[i].micro_batch, k) != k:
+                return True
+    return False
+
+
+def _total(sums: Sequence[RouterSums]) -> RouterSums:
+    total = sums[0]
+    for other in sums[1:]:
+        total = total + other
+    return total

@@ -1,0 +1,39 @@
+"""What a step saved, logged beside TRL's metrics."""
+
+import torch
+
+from harts_hf.execution import MicrobatchResult
+from harts_hf.planning.plan import StepPlan
+
+
+class TreeStatistics:
+    """What a step saved, for the log."""
+
+    def __init__(self, plan: StepPlan, plan_seconds: float):
+        self._plan = plan
+        self._plan_seconds = plan_seconds
+        self._replay_tokens = 0
+        self._rounds = 0
+        self._expert_loads: torch.Tensor | None = None
+
+    def add(self, result: MicrobatchResult) -> None:
+        for rounds in result.batch.planned_rounds():
+            self._replay_tokens += rounds.replay_tokens
+            self._rounds += rounds.num_rounds
+        loads = result.output.expert_loads
+        if loads is not None:
+            self._expert_loads = loads if self._expert_loads is None else self._expert_loads + loads
+
+    def log(self, metrics: dict[str, list[float]]) -> None:
+        plan = self._plan
+        metrics["tree/compression"].append(plan.compression)
+        metrics["tree/rows"].append(plan.compact_tokens)
+        metrics["tree/expanded_tokens"].append(plan.num_tokens)
+        metrics["tree/microbatches"].append(len(plan.microbatches))
+        metrics["tree/replay_tokens"].append(self._replay_tokens)
+        metrics["tree/rounds"].append(self._rounds)
+        metrics["tree/balance"].append(plan.balance)
+        metrics["tree/plan_seconds"].append(self._plan_seconds)
+        if self._expert_loads is not None:
+            loads = self._expert_loads
+            metrics["tree/expert_load_max_over_mean"].append((loads.amax(1) / loads.mean(1)).mean().item())

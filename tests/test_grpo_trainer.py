@@ -1,0 +1,319 @@
+"""One step of TreeGRPOTrainer is one step of GRPOTrainer: loss, gradients and every metric, for each of TRL's options.
+
+Every case runs two optimizer steps on the same completions (`num_iterations=2`), so that ratios leave 1 in the second: on
+policy, most losses have the same gradient. The stock trainer under another padding gives the noise that a correct
+implementation may show.
+"""
+
+import pytest
+import torch
+from datasets import Dataset
+from grpo_runs import Rollouts, gradient_error, metric_errors, parameter_error, save_checkpoint, train
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+from trl import GRPOTrainer
+
+import harts_hf.trainers.grpo_trainer as grpo_trainer
+from harts_hf import TreeGRPOConfig, TreeGRPOTrainer, UnsupportedModelError
+from harts_hf.planning.plan import Microbatch, StepPlan
+
+OFF_POLICY = {"num_iterations": 2, "max_steps": 2, "epsilon": 0.01, "learning_rate": 0.3}
+UNEVEN = ((3,), (0, 5), (1,), (6,), (2,), (7,), (4,))  # 7 microbatches across both stock micro-batches
+
+CASES = {
+    "grpo": {"loss_type": "grpo"},
+    "grpo delta": {"loss_type": "grpo", "delta": 1.05},
+    "bnpo": {"loss_type": "bnpo"},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "dapo": {"loss_type": "dapo"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.01},
+    "sapo": {"loss_type": "sapo"},
+    "vespo": {"loss_type": "vespo"},
+    "luspo sequence": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "grpo sequence beta": {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.1},
+    "dapo beta bias-corrected": {"loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": True},
+    "entropy quantile": {"loss_type": "grpo", "top_entropy_quantile": 0.4},
+    "entropy bonus": {"loss_type": "dapo", "entropy_coef": 0.05},
+    "adaptive entropy": {
+        "loss_type": "bnpo",
+        "use_adaptive_entropy": True,
+        "entropy_coef": 0.05,
+        "entropy_target": 9.0,
+    },
+    "entropy quantile and bonus": {"loss_type": "bnpo", "top_entropy_quantile": 0.5, "entropy_coef": 0.05},
+    "off-policy mask": {"loss_type": "grpo", "off_policy_mask_threshold": 0.01},
+    "mask truncated": {"loss_type": "dapo", "mask_truncated_completions": True},
+    "router aux": {"loss_type": "grpo", "router_aux_loss_coef": 0.1},
+    "temperature": {"loss_type": "grpo", "temperature": 0.7},
+    "two prompts per step": {"loss_type": "grpo", "steps_per_generation": 4, "num_iterations": 1},
+    "reentrant checkpointing": {
+        "loss_type": "grpo",
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "checkpointing": {
+        "loss_type": "grpo",
+        "router_aux_loss_coef": 0.1,
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    },
+}
+PLANS = {"one microbatch": None, "seven microbatches": UNEVEN}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def stock_runs(checkpoint, tmp_path_factory):
+    """Stock runs and their noise, once per case."""
+    done = {}
+
+    def get(name):
+        if name not in done:
+            options, rollouts = case_options(name), case_rollouts(name)
+            folder = tmp_path_factory.mktemp("stock")
+            stock = train(GRPOTrainer, checkpoint, folder, rollouts, **options)
+            other = train(GRPOTrainer, checkpoint, folder, rollouts, **options, pad_to_multiple_of=64)
+            done[name] = (stock, other)
+        return done[name]
+
+    return get
+
+
+def case_options(name):
+    return {**OFF_POLICY, **CASES[name]}
+
+
+def case_rollouts(name):
+    if CASES[name].get("steps_per_generation") == 4:
+        return Rollouts(num_prompts=4)
+    return Rollouts(truncate=CASES[name].get("mask_truncated_completions", False))
+
+
+def fixed_plan(groups):
+    """A plan_step that splits the first trajectories as told, whatever they are, and puts all others together."""
+    told = {i for group in groups for i in group}
+
+    def plan(tree, max_tokens):
+        own = [tuple(i for i in group if i < tree.num_trajectories) for group in groups]
+        own.append(tuple(i for i in range(tree.num_trajectories) if i not in told))
+        microbatches = [(Microbatch(group, 1),) for group in own if group]
+        return StepPlan(tuple(microbatches), tree.num_tokens)
+
+    return plan
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_stock(case, plan, checkpoint, stock_runs, tmp_path, monkeypatch):
+    stock, other = stock_runs(case)
+    if PLANS[plan] is not None:
+        monkeypatch.setattr(grpo_trainer, "plan_step", fixed_plan(PLANS[plan]))
+    tree = train(TreeGRPOTrainer, checkpoint, tmp_path, case_rollouts(case), **case_options(case))
+    noise = gradient_error(other, stock)
+    error = gradient_error(tree, stock)
+    assert error <= max(2 * noise, 1e-6), f"gradient error {error:.2e}, noise {noise:.2e}"
+    assert parameter_error(tree, stock) <= max(2 * parameter_error(other, stock), 1e-4)
+    metric_noise = metric_errors(other, stock)
+    for name, difference in metric_errors(tree, stock).items():
+        assert difference <= max(2 * metric_noise[name], 1e-5), f"{name}: {difference:.2e}"
+    # With truncated completions masked, two trajectories have nothing to train and are left out.
+    expected = 1 if PLANS[plan] is None else 5 if case == "mask truncated" else 7
+    assert tree.logs[0]["tree/microbatches"] == expected
+
+
+def test_second_step_is_off_policy(stock_runs):
+    """The cases above tell the losses apart: a third of the tokens are clipped, and their gradients differ."""
+    stock, _ = stock_runs("grpo")
+    assert stock.logs[1]["clip_ratio/region_mean"] > 0.2
+    gradients = {name: stock_runs(name)[0] for name in ("grpo", "cispo", "sapo", "vespo", "dapo", "grpo delta")}
+    for name, run in gradients.items():
+        for other_name, other in gradients.items():
+            if name != other_name:
+                assert gradient_error(run, other) > 1e-3, f"{name} and {other_name} have one gradient"
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_lora(beta, checkpoint, tmp_path):
+    options = {**OFF_POLICY, "loss_type": "grpo", "beta": beta}
+
+    def randomise(trainer):  # LoRA starts at zero: half of its gradient would be too
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for name, parameter in trainer.model.named_parameters():
+                if "lora_B" in name:
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+    runs = [
+        train(
+            trainer_class,
+            checkpoint,
+            tmp_path,
+            trainer_options=None,
+            prepare=randomise,
+            **{**options, **extra},
+            lora=LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj", "kv_b_proj"], lora_dropout=0.0),
+        )
+        for trainer_class, extra in (
+            (GRPOTrainer, {}),
+            (GRPOTrainer, {"pad_to_multiple_of": 64}),
+            (TreeGRPOTrainer, {"max_tokens_per_microbatch": 100}),
+        )
+    ]
+    stock, other, tree = runs
+    assert gradient_error(tree, stock) <= max(2 * gradient_error(other, stock), 1e-6)
+    assert all("lora" in name for name in tree.gradients[0])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"vllm_importance_sampling_mode": "token_truncate", "loss_type": "grpo"},
+        {
+            "vllm_importance_sampling_mode": "sequence_mask",
+            "loss_type": "dapo",
+            "vllm_importance_sampling_clip_min": 0.1,
+        },
+        {"vllm_importance_sampling_mode": "token_mask", "loss_type": "vespo"},
+    ],
+)
+def test_vllm_importance_sampling(config, checkpoint, tmp_path):
+    """The correction needs log-probs of a sampler, not its engine."""
+
+    def with_sampler(trainer):
+        trainer.use_vllm = True
+        trainer.vllm_importance_sampling_correction = True
+        trainer._last_loaded_step = 0
+        trainer.vllm_generation = type("Sampler", (), {"sync_weights": staticmethod(lambda: None)})()
+
+    options = {**OFF_POLICY, **config, "vllm_importance_sampling_clip_max": 3.0}
+    stock, other, tree = (
+        train(c, checkpoint, tmp_path, Rollouts(sampler_noise=0.02), prepare=with_sampler, **options, **extra)
+        for c, extra in (
+            (GRPOTrainer, {}),
+            (GRPOTrainer, {"pad_to_multiple_of": 64}),
+            (TreeGRPOTrainer, {"max_tokens_per_microbatch": 100}),
+        )
+    )
+    assert max(g.abs().max() for g in stock.gradients[0].values()) > 1e-4
+    assert gradient_error(tree, stock) <= max(2 * gradient_error(other, stock), 1e-6)
+    assert max(metric_errors(tree, stock).values()) <= max(2 * max(metric_errors(other, stock).values()), 1e-5)
+
+
+def test_several_sgd_steps(checkpoint, tmp_path):
+    options = {"max_steps": 5, "learning_rate": 0.05, "loss_type": "dapo"}
+    stock = train(GRPOTrainer, checkpoint, tmp_path, **options)
+    other = train(GRPOTrainer, checkpoint, tmp_path, **options, pad_to_multiple_of=64)
+    tree = train(TreeGRPOTrainer, checkpoint, tmp_path, **options, max_tokens_per_microbatch=120)
+    assert gradient_error(tree, stock) <= max(2 * gradient_error(other, stock), 1e-6)
+    for name, parameter in stock.parameters.items():
+        assert (tree.parameters[name] - parameter).abs().max() <= 1e-5, name
+
+
+def test_evaluation(checkpoint, tmp_path):
+    data = Dataset.from_dict({"prompt": ["x", "y"]})
+    runs = []
+    for trainer_class in (GRPOTrainer, TreeGRPOTrainer):
+        run = train(
+            trainer_class,
+            checkpoint,
+            tmp_path,
+            eval_strategy="steps",
+            eval_steps=1,
+            per_device_eval_batch_size=8,
+            eval_dataset=data,
+            router_aux_loss_coef=0.1,
+        )
+        runs.append(run)
+    stock, tree = runs
+    assert any("eval_loss" in log for log in stock.logs)
+    assert max(metric_errors(tree, stock).values()) <= 1e-4
+
+
+def test_coupled_loss_raises_before_the_update(checkpoint, tmp_path, monkeypatch):
+    class Coupled(TreeGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            log_probs = self._get_per_token_logps_and_entropies(model, None, None, None)[0]
+            return loss + log_probs.mean() ** 2  # every trajectory's gradient now depends on all others
+
+    kept = {}
+
+    def keep(trainer):
+        kept.update(trainer=trainer, parameters={n: p.detach().clone() for n, p in trainer.model.named_parameters()})
+
+    monkeypatch.setattr(grpo_trainer, "plan_step", fixed_plan(UNEVEN))
+    with pytest.raises(RuntimeError, match="couples trajectories.*Nothing was updated"):
+        train(Coupled, checkpoint, tmp_path, prepare=keep)
+    for name, parameter in kept["trainer"].model.named_parameters():
+        assert torch.equal(parameter, kept["parameters"][name])
+        assert parameter.grad is None or not parameter.grad.any()
+
+
+def test_failure_in_a_microbatch_leaves_no_gradient(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo_trainer, "plan_step", fixed_plan(UNEVEN))
+    calls = []
+
+    def fail_late(trainer):
+        calls.append(trainer)
+        original = trainer._oracle.gradient
+
+        def gradient(*args):
+            calls.append(None)
+            if len(calls) > 4:
+                raise MemoryError("out of memory")
+            return original(*args)
+
+        trainer._oracle.gradient = gradient
+
+    with pytest.raises(MemoryError):
+        train(TreeGRPOTrainer, checkpoint, tmp_path, prepare=fail_late)
+    assert all(p.grad is None or not p.grad.any() for p in calls[0].model.parameters())
+
+
+def test_refused_options(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="max_tokens_per_microbatch"):
+        TreeGRPOConfig(output_dir=str(tmp_path), max_tokens_per_microbatch=0, use_cpu=True)
+    with pytest.raises(ValueError, match="torch_compile"):
+        train(TreeGRPOTrainer, checkpoint, tmp_path, torch_compile=True)
+    with pytest.raises(UnsupportedModelError, match="lora_dropout"):
+        train(TreeGRPOTrainer, checkpoint, tmp_path, lora=LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))
+    with pytest.raises(NotImplementedError, match="image"):
+        data = Dataset.from_dict({"prompt": ["x"] * 8, "image": ["a"] * 8})
+        train(TreeGRPOTrainer, checkpoint, tmp_path, trainer_options={"train_dataset": data, "reward_funcs": len})
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=260)).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(UnsupportedModelError, match="gpt2"):
+        train(TreeGRPOTrainer, str(tmp_path / "gpt2"), tmp_path)
+
+
+def test_images_are_refused(checkpoint, tmp_path):
+    trainer = train(TreeGRPOTrainer, checkpoint, tmp_path).trainer
+    with pytest.raises(NotImplementedError, match="pixel_values"):
+        trainer._get_per_token_logps_and_entropies(
+            trainer.model, torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4), 2, pixel_values=torch.ones(1)
+        )
+
+
+def test_attention_mask_with_a_hole_is_refused(checkpoint, tmp_path):
+    trainer = train(TreeGRPOTrainer, checkpoint, tmp_path).trainer
+    with pytest.raises(ValueError, match="row 0.*hole"):
+        trainer._get_per_token_logps_and_entropies(
+            trainer.model, torch.ones(1, 4, dtype=torch.long), torch.tensor([[1, 0, 1, 1]]), 2
+        )
+    with pytest.raises(ValueError, match="empty prompt"):
+        trainer._get_per_token_logps_and_entropies(
+            trainer.model, torch.ones(1, 4, dtype=torch.long), torch.tensor([[0, 0, 1, 1]]), 2
+        )
+
+
+def test_saved_checkpoint_is_stock(checkpoint, tmp_path):
+    run = train(TreeGRPOTrainer, checkpoint, tmp_path)
+    run.trainer.save_model(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, run.parameters[name])

@@ -1,0 +1,354 @@
+"""A tree forward equals the stock model run trajectory by trajectory: log-probs, entropies, gradients of every parameter."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from forests import random_forest, shapes
+from tiny_models import HYBRIDS, TINY, VOCAB, tiny_model
+
+from harts_hf import (
+    DataCollatorWithPrefixTree,
+    UnsupportedModelError,
+    disable_tree_forward,
+    enable_tree_forward,
+    tree_logprobs,
+)
+from harts_hf.batch import CompactBatch
+from harts_hf.tree import PrefixTree
+
+LOG_PROB_TOLERANCE = 1e-5  # absolute, fp32: a few ulp of logits of about 4
+GRADIENT_TOLERANCE = 1e-4  # relative norm, per parameter
+
+
+def expanded_logprobs(model, sequences, temperature=1.0):
+    """The stock model on each trajectory. Right padding comes after every token that counts, so a causal model's result is
+    that of each trajectory alone, chunk boundaries included."""
+    width = max(len(s) for s in sequences)
+    ids = torch.zeros(len(sequences), width, dtype=torch.long)
+    for i, s in enumerate(sequences):
+        ids[i, : len(s)] = torch.as_tensor(np.asarray(s))
+    logits = model(input_ids=ids, use_cache=False).logits.float() / temperature
+    log_probs, entropies = [], []
+    for i, s in enumerate(sequences):
+        distribution = torch.log_softmax(logits[i, : len(s) - 1], dim=-1)
+        log_probs.append(distribution.gather(1, ids[i, 1 : len(s), None])[:, 0])
+        entropies.append(-(distribution.exp() * distribution).sum(-1))
+    return log_probs, entropies
+
+
+def gradients(model, log_probs, entropies, seed):
+    """Gradients of every parameter of a loss that weighs each token of each trajectory differently."""
+    generator = torch.Generator().manual_seed(seed)
+    loss = 0.0
+    for lp, entropy in zip(log_probs, entropies, strict=True):
+        loss = loss + (lp * torch.randn(lp.shape, generator=generator)).sum()
+        loss = loss + (entropy * torch.randn(entropy.shape, generator=generator)).sum()
+    model.zero_grad()
+    if torch.is_tensor(loss) and loss.requires_grad:
+        loss.backward()
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_equal_to_expanded(model, sequences, seed, context, temperature=1.0, log_prob_tolerance=LOG_PROB_TOLERANCE):
+    disable_tree_forward(model)
+    expected = expanded_logprobs(model, sequences, temperature)
+    expected_gradients = gradients(model, *expected, seed)
+    enable_tree_forward(model)
+    actual = tree_logprobs(model, sequences, temperature=temperature)
+    actual_gradients = gradients(model, *actual, seed)
+    for what, tree, stock in (("log-probs", actual[0], expected[0]), ("entropies", actual[1], expected[1])):
+        for i, (a, b) in enumerate(zip(tree, stock, strict=True)):
+            assert a.shape == (len(sequences[i]) - 1,)
+            assert len(a) == 0 or (a - b).abs().max() <= log_prob_tolerance, f"{context}: {what} of trajectory {i}"
+    assert worst_gradient(actual_gradients, expected_gradients) <= GRADIENT_TOLERANCE, context
+
+
+def worst_gradient(actual, expected):
+    """Largest relative norm of the difference over the parameters; parameters that the loss does not reach must agree."""
+    worst = 0.0
+    scale = max((g.norm() for g in expected.values() if g is not None), default=torch.ones(()))
+    for name, stock in expected.items():
+        tree = actual[name]
+        if stock is None or tree is None:
+            other = tree if stock is None else stock
+            assert other is None or other.abs().max() == 0, f"{name} has a gradient on one side only"
+            continue
+        # Parameters whose gradient is rounding next to the others' are judged against the largest.
+        worst = max(worst, ((tree - stock).norm() / stock.norm().clamp(min=1e-4 * scale)).item())
+    return worst
+
+
+@pytest.mark.parametrize("model_type", TINY)
+def test_family_equals_expanded(model_type):
+    model = tiny_model(model_type)
+    rng = np.random.default_rng(1)
+    for seed in range(3):
+        assert_equal_to_expanded(model, random_forest(rng, VOCAB), seed, f"{model_type}, seed {seed}")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_forests(seed):
+    model = tiny_model("bailing_hybrid", seed=seed, num_hidden_layers=2)
+    rng = np.random.default_rng(seed)
+    for case in range(25):
+        sequences = random_forest(rng, VOCAB, max_tokens=150, max_trajectories=6)
+        context = f"seed {seed}, case {case}, lengths {[len(s) for s in sequences]}"
+        assert_equal_to_expanded(model, sequences, case, context)
+
+
+@pytest.mark.parametrize("model_type", ["bailing_hybrid", "qwen3_5_text"])
+def test_shapes(model_type):
+    model = tiny_model(model_type)
+    for name, sequences in shapes(np.random.default_rng(3), VOCAB):
+        assert_equal_to_expanded(model, sequences, 0, name)
+
+
+def test_temperature():
+    model = tiny_model("qwen3_next")
+    sequences = random_forest(np.random.default_rng(5), VOCAB)
+    assert_equal_to_expanded(model, sequences, 0, "temperature", temperature=0.7)
+    with pytest.raises(ValueError, match="temperature"):
+        tree_logprobs(model, sequences, temperature=0.0)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("model_type", ["bailing_hybrid", "qwen3_next", "qwen3_moe"])
+def test_gradient_checkpointing(model_type, reentrant):
+    sequences = random_forest(np.random.default_rng(7), VOCAB)
+    model = enable_tree_forward(tiny_model(model_type)).train()
+    expected = gradients(model, *tree_logprobs(model, sequences), 0)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    actual = gradients(model, *tree_logprobs(model, sequences), 0)
+    for name, gradient in expected.items():
+        assert torch.equal(actual[name], gradient), name
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_perturbing_one_branch_moves_no_other(model_type):
+    """Two probes: right behind the fork, where the conv reads, and far before it, where only the state remembers."""
+    overrides = {"first_k_dense_replace": 4} if model_type == "bailing_hybrid" else {}
+    if model_type == "kimi_linear":
+        overrides = {"mlp_layer_types": ["dense"] * 4}
+    model = enable_tree_forward(tiny_model(model_type, **overrides))
+    rng = np.random.default_rng(11)
+    trunk = rng.integers(100, 200, 150)
+    branches = [np.concatenate([trunk[:100], [50 + 20 * k], rng.integers(100, 200, 60)]) for k in range(3)]
+    early = np.concatenate([trunk[:20], [40], rng.integers(100, 200, 30)])
+    sequences = [*branches, early]
+    with torch.no_grad():
+        before, _ = tree_logprobs(model, sequences)
+        for changed, position in ((1, 102), (1, 159), (3, 22), (3, 49)):
+            perturbed = [s.copy() for s in sequences]
+            perturbed[changed][position] = 210  # inside a branch: no fork moves and the order of rows stays
+            after, _ = tree_logprobs(model, perturbed)
+            for i, (a, b) in enumerate(zip(after, before, strict=True)):
+                same = torch.equal(a, b)
+                assert same == (i != changed), f"changing trajectory {changed} at {position} moved trajectory {i}"
+
+
+def test_shared_rows_are_computed_once():
+    model = enable_tree_forward(tiny_model("bailing_hybrid"))
+    rng = np.random.default_rng(13)
+    trunk = rng.integers(2, VOCAB, 90)
+    sequences = [np.concatenate([trunk, rng.integers(2, VOCAB, n)]) for n in (5, 9, 1)]
+    seen = []
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda _m, args, _o: seen.append(args[0].shape[1]))
+    tree_logprobs(model, sequences)
+    handle.remove()
+    assert seen == [PrefixTree.from_sequences(sequences).num_rows]
+
+
+@pytest.mark.parametrize("model_type", ["bailing_hybrid", "qwen3_next"])
+def test_device_decides_not_what_is_importable(model_type, monkeypatch):
+    """Where flash-linear-attention is installed, upstream's functions are Triton kernels; on the CPU they cannot run."""
+    import importlib
+
+    model = enable_tree_forward(tiny_model(model_type))
+    sequences = random_forest(np.random.default_rng(29), VOCAB)
+    expected, _ = tree_logprobs(model, sequences)
+
+    def needs_a_gpu(*args, **kwargs):
+        raise RuntimeError("0 active drivers")
+
+    module = importlib.import_module(type(model).__module__)
+    for name, function in vars(module).items():
+        if hasattr(function, "tree_version"):
+            monkeypatch.setattr(getattr(module, name), "original", needs_a_gpu)
+    actual, _ = tree_logprobs(model, sequences)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected))
+    with pytest.raises(RuntimeError, match="drivers"):
+        model(torch.tensor([[1, 2, 3]]), use_cache=False)
+
+
+@pytest.mark.parametrize("broken", ["mask", "conv", "positions", "state"])
+def test_negative_controls(broken, monkeypatch):
+    """With one mechanism broken on purpose the comparison fails, so it can fail."""
+    original_chunks = CompactBatch.chunk_layout
+
+    def ancestors(self, width):  # the conv reads the rows before it, whatever branch they are on
+        rows = torch.arange(self.num_rows)[:, None] + torch.arange(1 - width, 1)[None]
+        return rows.clamp(min=-1)
+
+    def chunk_layout(self, chunk_size=64):  # branches start from nothing
+        layout = original_chunks(self, chunk_size)
+        object.__setattr__(layout, "parent", torch.full_like(layout.parent, -1))
+        return layout
+
+    original_init = CompactBatch.__init__
+
+    def init(self, *args, **kwargs):
+        original_init(self, *args, **kwargs)
+        if broken == "positions":
+            self.position_ids = torch.arange(self.num_rows)
+        if broken == "mask":
+            self.attention_layout().subtree_end.fill_(self.num_rows)
+
+    monkeypatch.setattr(CompactBatch, "__init__", init)
+    if broken == "conv":
+        monkeypatch.setattr(CompactBatch, "ancestors", ancestors)
+    if broken == "state":
+        monkeypatch.setattr(CompactBatch, "chunk_layout", chunk_layout)
+    rng = np.random.default_rng(17)
+    trunk = rng.integers(2, VOCAB, 100)
+    sequences = [np.concatenate([trunk[:n], rng.integers(2, VOCAB, 60)]) for n in (40, 70, 100)]
+    with pytest.raises(AssertionError, match="control"):
+        assert_equal_to_expanded(tiny_model("bailing_hybrid"), sequences, 0, "control")
+
+
+def test_unknown_family_and_options_raise():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16))
+    with pytest.raises(UnsupportedModelError, match="gpt2.*bailing_hybrid"):
+        enable_tree_forward(gpt2)
+    with pytest.raises(TypeError, match="Linear"):
+        enable_tree_forward(torch.nn.Linear(1, 1))
+    model = tiny_model("llama")
+    model.set_attn_implementation("eager")
+    with pytest.raises(UnsupportedModelError, match="sdpa"):
+        enable_tree_forward(model)
+    with pytest.raises(UnsupportedModelError, match="dynamic"):
+        enable_tree_forward(
+            tiny_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+        )
+    with pytest.raises(RuntimeError, match="enable_tree_forward"):
+        tree_logprobs(tiny_model("llama"), [[1, 2]])
+    dropping = enable_tree_forward(tiny_model("llama", attention_dropout=0.1)).train()
+    with pytest.raises(UnsupportedModelError, match="attention_dropout is 0.1"):
+        tree_logprobs(dropping, [[1, 2, 3]])
+
+
+def test_bad_sequences_are_named():
+    model = enable_tree_forward(tiny_model("llama", max_position_embeddings=16))
+    with pytest.raises(ValueError, match="trajectory 1.*260.*position 2.*vocabulary"):
+        tree_logprobs(model, [[1, 2], [3, 4, VOCAB]])
+    with pytest.raises(ValueError, match="trajectory 1 has 17 tokens.*16 positions"):
+        tree_logprobs(model, [[1, 2], [3] * 17])
+    with pytest.raises(ValueError, match="trajectory 1 is empty"):
+        tree_logprobs(model, [[1, 2], []])
+    with pytest.raises(TypeError, match="trajectory 0.*integers"):
+        tree_logprobs(model, [[1.0, 2.0]])
+
+
+def test_enabling_changes_one_instance_only(tmp_path):
+    model, other = tiny_model("bailing_hybrid"), tiny_model("bailing_hybrid")
+    ids = torch.randint(2, VOCAB, (1, 70))
+    before = model(ids, use_cache=False).logits
+    enable_tree_forward(model)
+    assert enable_tree_forward(model) is model
+    assert torch.equal(model(ids, use_cache=False).logits, before)
+    assert torch.equal(other(ids, use_cache=False).logits, before)
+    with pytest.raises(RuntimeError):
+        tree_logprobs(other, [[1, 2]])
+
+    generated = model.generate(ids[:, :8], max_new_tokens=4, do_sample=False)
+    assert torch.equal(generated, other.generate(ids[:, :8], max_new_tokens=4, do_sample=False))
+
+    model.save_pretrained(tmp_path / "enabled")
+    other.save_pretrained(tmp_path / "stock")
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        assert (tmp_path / "enabled" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes(), name
+    loaded = enable_tree_forward(type(model).from_pretrained(tmp_path / "enabled"))
+    assert torch.equal(loaded(ids, use_cache=False).logits, before)
+
+    sequences = [ids[0].numpy(), ids[0, :33].numpy()]
+    expected, _ = tree_logprobs(model, sequences)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin.forward.model is twin
+        assert all(torch.equal(a, b) for a, b in zip(tree_logprobs(twin, sequences)[0], expected))
+
+    disable_tree_forward(model)
+    assert "forward" not in model.__dict__
+    assert torch.equal(model(ids, use_cache=False).logits, before)
+    with pytest.raises(RuntimeError):
+        tree_logprobs(model, sequences)
+    assert all(torch.equal(a, b) for a, b in zip(tree_logprobs(loaded, sequences)[0], expected))
+
+
+def test_pickled_model_wakes_in_a_process_without_seams(tmp_path):
+    """Upstream's functions swallow unknown keywords: without the seams a tree would run as one sequence."""
+    model = enable_tree_forward(tiny_model("bailing_hybrid"))
+    sequences = random_forest(np.random.default_rng(23), VOCAB)
+    expected, _ = tree_logprobs(model, sequences)
+    torch.save((model, sequences, expected), tmp_path / "model.pt")
+    code = (
+        "import sys, torch; from harts_hf import tree_logprobs;"
+        "model, sequences, expected = torch.load(sys.argv[1], weights_only=False);"
+        "actual, _ = tree_logprobs(model, sequences);"
+        "assert all(torch.equal(a, b) for a, b in zip(actual, expected))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], check=True, timeout=120)
+
+
+def test_collator_trains_like_the_expanded_batch():
+    model = tiny_model("qwen3_next")
+    rng = np.random.default_rng(19)
+    sequences = random_forest(rng, VOCAB, max_trajectories=6)
+    masks = [rng.random(len(s)) < 0.4 for s in sequences]
+    features = [
+        {
+            "input_ids": s.tolist(),
+            "labels": np.where(m, s, -100).tolist(),
+            "advantage": float(i),
+            "old": np.zeros(len(s)),
+        }
+        for i, (s, m) in enumerate(zip(sequences, masks, strict=True))
+    ]
+    batch = DataCollatorWithPrefixTree()(features)
+    assert all(torch.is_tensor(x) for x in batch.values())
+    assert batch["input_ids"].shape[1] == PrefixTree.from_sequences(sequences).num_rows
+    assert batch["advantage"].tolist() == list(range(len(sequences)))
+    assert batch["old"].shape == batch["tree_input_ids"].shape
+
+    log_probs, _ = expanded_logprobs(model, sequences)
+    trained = torch.cat([lp[torch.from_numpy(m[1:])] for lp, m in zip(log_probs, masks, strict=True)])
+    enable_tree_forward(model)
+    loss = model(**batch).loss
+    assert (loss - -trained.mean()).abs() < 1e-5
+    loss.backward()
+    actual = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    (-trained.mean()).backward()
+    for name, gradient in actual.items():
+        expected = dict(model.named_parameters())[name].grad
+        assert (gradient - expected).norm() <= GRADIENT_TOLERANCE * expected.norm().clamp(min=1e-4), name
+
+
+def test_collator_names_bad_features():
+    collate = DataCollatorWithPrefixTree()
+    with pytest.raises(ValueError, match="at least one"):
+        collate([])
+    with pytest.raises(ValueError, match="trajectory 1.*non-empty"):
+        collate([{"input_ids": [1]}, {"input_ids": []}])
+    with pytest.raises(ValueError, match="trajectory 0: completion_mask"):
+        collate([{"input_ids": [1, 2], "completion_mask": [0, 1, 1]}])
+    with pytest.raises(ValueError, match="trajectory 0: labels must equal"):
+        collate([{"input_ids": [1, 2], "labels": [-100, 3]}])
+    with pytest.raises(TypeError, match="trajectory 0"):
+        collate([{"input_ids": [1.5, 2]}])
