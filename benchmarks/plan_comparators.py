@@ -78,8 +78,8 @@ def ortools_plan(
 
     The model is exact over all assignments to as many microbatches as first-fit-decreasing needs: a Boolean for each
     (unit, microbatch) and (shared segment, microbatch), a segment is present where one of its units is; capacity and
-    objective count present segments. Units are trajectories with their nested prefixes, a reduction given to the solver
-    for free. Above `max_variables` Booleans the model is not built, and first-fit-decreasing is the answer.
+    objective count present segments. Units are trajectories with their nested prefixes, a reduction given to the
+    solver for free. Above `max_variables` Booleans the model is not built, and first-fit-decreasing is the answer.
     """
     begin = time.perf_counter()
     units = Units.from_tree(tree, CostModel())

@@ -1,7 +1,8 @@
 """Independent evaluator of step plans: it knows the definition of compact work and nothing of the planner.
 
-The rows of a set of trajectories are its distinct prefixes. A consumer's rows exclude the prefixes of the shared prefix
-it starts from; a producer's rows are the shared prefix, counted once per window, in the slot of the first consumer.
+The rows of a set of trajectories are its distinct prefixes. A consumer's rows exclude the prefixes of the shared
+prefix it starts from; a producer's rows are the shared prefix, counted once per window, in the slot of the first
+consumer.
 """
 
 from dataclasses import dataclass
@@ -62,8 +63,8 @@ def evaluate(sequences, slots, windows, max_tokens: int) -> Evaluation:
 
     Raises:
         AssertionError: a trajectory that is not in exactly one microbatch, a microbatch above the budget (unless it is
-            one trajectory and its prefixes), or a window whose consumers are not consecutive, not on its replica, or do
-            not start with its prefix.
+            one trajectory and its prefixes), or a window whose consumers are not consecutive, not on its replica, or
+            do not start with its prefix.
     """
     seen = np.zeros(len(sequences), dtype=int)
     rows = np.zeros((len(slots), len(slots[0])), dtype=np.int64)

@@ -39,7 +39,9 @@ def _add_plan(commands) -> None:
     plan.add_argument("--max-tokens", type=int, default=32768, help="most rows that a replica runs in a slot")
     plan.add_argument("--replicas", type=int, default=1, help="data-parallel replicas")
     plan.add_argument("--objective", choices=OBJECTIVES, default="slot_critical", help="what plans are compared by")
-    plan.add_argument("--calibration", type=Path, help="cost model written by `harts-hf calibrate --json`; default: rows")
+    plan.add_argument(
+        "--calibration", type=Path, help="cost model written by `harts-hf calibrate --json`; default: rows"
+    )
     plan.add_argument("--model", help="bound windows by this model's config (a folder or a hub name)")
     plan.add_argument("--window-gib", type=float, default=8.0, help="memory of a window on a replica, with --model")
     plan.add_argument("--json", type=Path, help="write the measures here")
@@ -77,7 +79,11 @@ def _run_plan(arguments: argparse.Namespace) -> None:
     print(f"{tree.num_trajectories} trajectories, {tree.num_tokens} tokens; tree built in {tree_seconds:.3f} s")
     print(format_table(records))
     if arguments.json:
-        result = {"rollouts": arguments.rollouts.name, "samples": arguments.samples, "max_tokens": arguments.max_tokens}
+        result = {
+            "rollouts": arguments.rollouts.name,
+            "samples": arguments.samples,
+            "max_tokens": arguments.max_tokens,
+        }
         result |= {"tree_seconds": tree_seconds, "plans": records}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     if arguments.picture:
@@ -85,7 +91,7 @@ def _run_plan(arguments: argparse.Namespace) -> None:
 
 
 def _run_calibrate(arguments: argparse.Namespace) -> None:
-    from harts_hf.models.calibration import calibrate
+    from harts_hf.calibration import calibrate
 
     result = calibrate(arguments.model, arguments.device, arguments.rows)
     print(json.dumps(result, indent=1))
@@ -99,7 +105,8 @@ def read_rollouts(path: Path, samples: str) -> list[np.ndarray]:
     Args:
         path: `.jsonl` or `.jsonl.gz`, one object with `input_ids` a line; or `.npz` with `tokens` (all trajectories
             joined) and `offsets`, and `turn_ptr` (turns of a trajectory) and `turn_end` if samples are turns.
-        samples: `"trajectories"`, one sample each; `"turns"`, one sample a model turn, with the whole prefix before it.
+        samples: `"trajectories"`, one sample each; `"turns"`, one sample a model turn, with the whole prefix before
+            it.
     """
     if path.suffix == ".npz":
         data = np.load(path)

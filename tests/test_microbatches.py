@@ -1,4 +1,4 @@
-"""plan_step covers every trajectory once, within the budget, aligned, and counts compact work as the definition says."""
+"""plan_step covers every trajectory once, within the budget, aligned, and counts rows as the definition says."""
 
 import subprocess
 import sys
@@ -185,7 +185,7 @@ class TestHardCases:
     def test_one_long_episode_sampled_step_by_step(self, windows):
         tokens = np.arange(90_000)
         sequences = [tokens[: 300 * (k + 1)] for k in range(300)]
-        with pytest.warns(UserWarning, match="trajectory 299 has 90000 tokens.* with 299 trajectories"):
+        with pytest.warns(UserWarning, match="trajectory 299 has 90000 tokens.*, with 299 trajectories"):
             plan = plan_step(sequences, max_tokens=32768, num_replicas=4, windows=windows)
         assert plan.compact_tokens == 90_000
         assert plan_step(sequences, max_tokens=98304, windows=windows).compact_tokens == 90_000

@@ -1,4 +1,4 @@
-"""The exact programs equal brute force over contiguous partitions, with and without windows; units keep their formula."""
+"""The exact programs equal brute force over contiguous partitions, with and without windows."""
 
 from functools import lru_cache
 

@@ -6,9 +6,9 @@ from .draft import Bin, Draft
 def align(draft: Draft) -> None:
     """Fill empty bins in place, each with the run that costs least to take from another bin.
 
-    A bin is cut at its lowest valley; the smaller side moves. Runs that stay below the heaviest bin of the receiving slot
-    come first, so that aligning lengthens no slot if it can be avoided, then the least added work. Bins stay empty only
-    if no bin with two units can spare one.
+    A bin is cut at its lowest valley; the smaller side moves. Runs that stay below the heaviest bin of the receiving
+    slot come first, so that aligning lengthens no slot if it can be avoided, then the least added work. Bins stay
+    empty only if no bin with two units can spare one.
     """
     for empty in [b for b in draft.bins if not b.members]:
         heaviest = max(b.work for b in draft.bins if b.slot == empty.slot)

@@ -16,7 +16,8 @@ class CostModel:
 
     Attributes:
         row (`float`): cost of one row; 1.0 by definition of the unit.
-        pair (`float`): cost of one visible (query row, key row) pair, in rows. A row at position `t` sees `t + 1` rows.
+        pair (`float`): cost of one visible (query row, key row) pair, in rows. A row at position `t` sees `t + 1`
+            rows.
         replay (`float`): cost of one replayed row, in rows, at most `row`: a fork at position `p` replays
             `p mod chunk_size` rows for each child but one.
         chunk_size (`int`): chunk of the linear attention, in tokens.

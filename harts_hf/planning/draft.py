@@ -1,4 +1,4 @@
-"""Draft: microbatches as sets of units with their slots, and the work they cost, while the planner still changes them."""
+"""Draft: microbatches as sets of units, with their slots and the work they cost, while the planner changes them."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, field

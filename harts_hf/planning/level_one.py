@@ -5,7 +5,8 @@ Candidates, for the fewest slots that any of them needs and for the slots of the
 - the exact program with as many contiguous ranges as the slots have cells, at several limits of rows between the
   smallest that still fits and the budget;
 - greedy packings, in two orders and by two rules, of pieces: natural pieces of several grains, and the ranges of the
-  exact program when ranges may be joined again for free.
+  exact program when ranges may be joined again for free;
+- the cheapest partition and the packing with fewest bins, repacked a few bins at a time in other depth-first orders.
 
 Each is placed by work. For each number of slots the best few are refined, aligned to the grid and compared once more.
 Fewer slots win unless more of them lower the first objective by more than `SLOT_GAIN`: a slot has a cost of its own.
@@ -19,6 +20,7 @@ from .packing import ORDERS, pack
 from .partition import cheapest_partition, first_starts
 from .placement import place
 from .refine import refine
+from .repack import repack
 from .units import Units
 
 LIMIT_STEPS = (0.0, 0.06, 0.125, 0.25, 0.5, 1.0)  # where limits lie between the smallest and the budget
@@ -45,6 +47,8 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
     joinable = cheapest_partition(np.maximum(units.cut_work - common, 0), starts, most=True)
     pieces.append(list(zip(joinable, [*joinable[1:], len(units)], strict=True)))
     packings = [pack(units, p, max_rows, None, order, "fullest") for p in pieces for order in ORDERS]
+    ranges = [list(range(s, e)) for s, e in zip(cheapest, [*cheapest[1:], len(units)], strict=True)]
+    packings += [repack(units, bins, max_rows) for bins in (ranges, min(packings, key=len))]
     fewest = min(fewest_ranges(units, max_rows), *map(len, packings))
 
     drafts = []
@@ -97,7 +101,7 @@ def fewest_ranges(units: Units, limit: int) -> int:
 
 
 def _smallest_limit(units: Units, max_rows: int, num_ranges: int) -> int:
-    """The least limit, no less than the longest unit within the budget, at which `num_ranges` ranges hold all units."""
+    """The least limit that no unit within the budget exceeds and at which `num_ranges` ranges hold all units."""
     low = int(units.rows[units.rows <= max_rows].max(initial=1))
     high = max_rows
     while low < high:

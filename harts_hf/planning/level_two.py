@@ -1,8 +1,8 @@
 """Level two: a plan with sharing windows, never worse than the plan without.
 
-Candidates: for a few numbers of slots, up to those of the plan without windows, the exact program over windows at several limits of rows,
-placed on the grid and refined: trajectories then move between consumers, windows and plain microbatches. The plan
-without windows is one of the candidates.
+Candidates: for a few numbers of slots, up to those of the plan without windows, the exact program over windows at
+several limits of rows, placed on the grid and refined: trajectories then move between consumers, windows and plain
+microbatches. The plan without windows is one of the candidates.
 """
 
 import numpy as np

@@ -88,9 +88,10 @@ def _warn_of_long_trajectories(tree: PrefixTree, units: Units, max_tokens: int) 
         if rows > max_tokens:
             trajectory = tree.sorted_order[units.first[unit + 1] - 1]
             nested = units.first[unit + 1] - units.first[unit] - 1
-            prefixes = f" with {nested} trajectories that are its prefixes and add no row" if nested else ""
+            prefixes = f", with {nested} trajectories that are its prefixes and add no row" if nested else ""
             warnings.warn(
-                f"trajectory {trajectory} has {rows} tokens, more than max_tokens={max_tokens}; it runs alone{prefixes}",
+                f"trajectory {trajectory} has {rows} tokens, more than max_tokens={max_tokens}; "
+                f"it runs alone{prefixes}",
                 stacklevel=3,
             )
 

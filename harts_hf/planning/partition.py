@@ -1,12 +1,13 @@
 """Cheapest partition of ordered units into contiguous ranges: an exact dynamic program.
 
 Units stand in a depth-first order of the prefix tree. A range `[i, j)` of units holds
-`opening[i] + sum(added[i + 1:j])` rows, and starting a range at unit `i` costs `cut_work[i]`: the work of the prefix that
-unit `i` shares with its left neighbour, which is then computed once more. The cost of a partition is the sum of the cut
-work at its starts; only the start of a range matters, so the program is a sliding-window minimum and linear in units.
+`opening[i] + sum(added[i + 1:j])` rows, and starting a range at unit `i` costs `cut_work[i]`: the work of the prefix
+that unit `i` shares with its left neighbour, which is then computed once more. The cost of a partition is the sum of
+the cut work at its starts; only the start of a range matters, so the program is a sliding-window minimum and linear in
+units.
 
-Candidate space: every partition into contiguous ranges, each within the limit of rows; a single unit above the limit is
-a range of its own. Non-contiguous sets are outside of it.
+Candidate space: every partition into contiguous ranges, each within the limit of rows; a single unit above the limit
+is a range of its own. Non-contiguous sets are outside of it.
 """
 
 from collections import deque
@@ -23,7 +24,8 @@ def first_starts(opening: np.ndarray, added: np.ndarray, limit: int) -> np.ndarr
         limit: most rows of a range.
 
     Returns:
-        `[U + 1]`, int64, non-decreasing; entry `j` is at most `j - 1`, so a single unit is always allowed. Entry 0 is 0.
+        `[U + 1]`, int64, non-decreasing; entry `j` is at most `j - 1`, so a single unit is always allowed. Entry 0 is
+        0.
     """
     offsets = np.concatenate([[0], np.cumsum(added)])
     # rows[i, j) = opening[i] - offsets[i + 1] + offsets[j]; the part of i does not decrease as i grows
@@ -39,10 +41,10 @@ def cheapest_partition(
 ) -> list[int] | None:
     """Starts of the ranges of the cheapest partition.
 
-    Without `num_ranges`: least cost, then fewest (or most) ranges; time linear in units. With it: least cost among partitions into
-    exactly that many ranges. The cost is convex in the number of ranges (starting costs depend on the start alone and
-    every part of an allowed range is allowed, so the Monge condition holds), therefore a penalty per range, found by
-    bisection, reaches every count; a count between two optima of one penalty is spliced from both.
+    Without `num_ranges`: least cost, then fewest (or most) ranges; time linear in units. With it: least cost among
+    partitions into exactly that many ranges. The cost is convex in the number of ranges (starting costs depend on the
+    start alone and every part of an allowed range is allowed, so the Monge condition holds), therefore a penalty per
+    range, found by bisection, reaches every count; a count between two optima of one penalty is spliced from both.
 
     Args:
         cut_work: `[U]`, int64, non-negative: cost of starting a range at each unit; entry 0 is not counted.

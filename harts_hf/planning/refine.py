@@ -37,7 +37,7 @@ def refine(draft: Draft, objective: tuple[int, ...], max_rounds: int = 6) -> Non
 
 
 class _Runs:
-    """Subtrees of a bin by recursive valleys, with the rows and work that they hold and that leave the bin with them."""
+    """Subtrees of a bin by recursive valleys, their rows and work, and the work that leaves the bin with them."""
 
     def __init__(self, draft: Draft, members: list[int]):
         units = draft.units

@@ -15,8 +15,9 @@ def describe_plan(plan: StepPlan, step_minimum_rows: int, plan_seconds: float) -
 
     Returns:
         A dict of JSON types: what the plan was optimised for; expanded tokens, computed rows and their quotient, the
-        compression; the step minimum; slot-critical and replica-critical rows; balance, its mean and its 5th percentile
-        over slots; numbers of slots, replicas, microbatches and windows; the producers' rows; planning time.
+        compression; the step minimum; slot-critical and replica-critical rows; balance, its mean and its 5th
+        percentile over slots; numbers of slots, replicas, microbatches and windows; the producers' rows; planning
+        time.
     """
     return {
         "objective": plan.objective,

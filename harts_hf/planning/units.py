@@ -1,8 +1,8 @@
 """Units: what the planner moves around, trajectories in lexicographic order with nested prefixes merged.
 
 A trajectory that is a prefix of its right neighbour adds no row to it, so both are one unit. Units keep the formula of
-trajectories: a set of units in order holds the sum of their rows minus the sum of the LCPs of neighbours, and the LCP of
-two units is the least cut between them. A run of units is a unit again.
+trajectories: a set of units in order holds the sum of their rows minus the sum of the LCPs of neighbours, and the LCP
+of two units is the least cut between them. A run of units is a unit again.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,13 @@ class Units:
     """Ordered units of a step.
 
     Attributes:
-        first (`np.ndarray` of shape `[U + 1]`, int64): unit `u` holds the sorted trajectories `first[u] .. first[u + 1]`.
+        first (`np.ndarray` of shape `[U + 1]`, int64): unit `u` holds the sorted trajectories `first[u] .. first[u +
+            1]`.
         rows (`np.ndarray` of shape `[U]`, int64): rows of each unit alone.
         work (`np.ndarray` of shape `[U]`, int64): work of each unit alone, in row equivalents of `cost`.
         cut (`np.ndarray` of shape `[U]`, int64): LCP with the left neighbour, in tokens; 0 for the first.
-        common (`np.ndarray` of shape `[U]`, int64): tokens that all trajectories of a unit share, up to the one that ends
-            last: its rows for a chain of nested prefixes, the least LCP inside for a run that was made a unit.
+        common (`np.ndarray` of shape `[U]`, int64): tokens that all trajectories of a unit share, up to the one that
+            ends last: its rows for a chain of nested prefixes, the least LCP inside for a run that was made a unit.
         cost (`CostModel`): what `work` counts.
     """
 

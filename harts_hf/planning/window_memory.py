@@ -3,8 +3,8 @@
 While a window's consumers run, its boundary waits as leaves with gradients, and the producer keeps its checkpoints for
 its backward. Per prefix row: K and V, or MLA's latent, of each softmax layer and their gradients; the log-probs of the
 shared tokens and theirs; the residual stream at each layer's checkpoint. Per window: each linear layer's fp32 state at
-the boundary and the last conv inputs, with their gradients. Consumers run one after another, so a replica has one window
-alive at a time.
+the boundary and the last conv inputs, with their gradients. Consumers run one after another, so a replica has one
+window alive at a time.
 """
 
 from dataclasses import dataclass
@@ -43,8 +43,9 @@ class WindowMemory:
             config: `PreTrainedConfig` of the text model, of a type in `SOFTMAX_WIDTH`.
             max_bytes: most bytes that a window may keep alive on a replica.
             dtype_bytes: bytes of an activation, 2 for bf16.
-            checkpoints: the producer is run with activation recomputation and keeps one hidden state per layer. Without
-                it the producer keeps all its activations, which no config tells: use `WindowMemory` with measured bytes.
+            checkpoints: the producer is run with activation recomputation and keeps one hidden state per layer.
+                Without it the producer keeps all its activations, which no config tells: use `WindowMemory` with
+                measured bytes.
 
         Raises:
             ValueError: a model type outside of the table.
@@ -100,7 +101,6 @@ SOFTMAX_WIDTH = {
     "qwen3_5_text": _keys_and_values,
     "qwen3_5_moe_text": _keys_and_values,
     "qwen3": _keys_and_values,
-    "qwen3_moe": _keys_and_values,
 }
 
 # Model type -> elements of a linear layer's state, and channels of its conv.

@@ -1,12 +1,12 @@
 """Cheapest partition of ordered units into ranges and sharing windows: an exact dynamic program over one level.
 
-A window is a run of consecutive ranges whose units share a prefix of `P` rows. Its first range is charged as it would be
-without a window, which pays for the producer; each later range is charged `P` rows less. So cutting inside a window
+A window is a run of consecutive ranges whose units share a prefix of `P` rows. Its first range is charged as it would
+be without a window, which pays for the producer; each later range is charged `P` rows less. So cutting inside a window
 costs the neighbours' LCP minus `P`, and a later range may span `P` rows more.
 
 Candidate space: every partition into contiguous ranges within the limit, with every choice of disjoint windows whose
-prefix is a fork of the tree whose subtree exceeds the limit. Forks that are hardly deeper than one kept above them are left out
-(`MIN_GAIN`), windows do not nest. Cost: units times kept forks above a unit.
+prefix is a fork of the tree whose subtree exceeds the limit. Forks that are hardly deeper than one kept above them are
+left out (`MIN_GAIN`), windows do not nest. Cost: units times kept forks above a unit.
 """
 
 from bisect import bisect_left

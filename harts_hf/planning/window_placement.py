@@ -1,7 +1,7 @@
 """Placement of sharing windows: the ranges of a window take consecutive slots of one replica.
 
-A window that is longer than the step has slots, or that no replica has room for, is divided; each part pays for its own
-producer. A heuristic: longest windows first, each on the fullest replica that still holds it.
+A window that is longer than the step has slots, or that no replica has room for, is divided; each part pays for its
+own producer. A heuristic: longest windows first, each on the fullest replica that still holds it.
 """
 
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ def _chains(ranges: list[Range], windows: list[SharedPrefix]) -> list[_Chain]:
 
 
 def _divide(units: Units, chain: _Chain, length: int, limit: int) -> tuple[_Chain, list[_Chain]]:
-    """The first `length` ranges as a window of their own, and the rest, whose first range pays for a producer again."""
+    """The first `length` ranges as a window of their own, and the rest, which pays for a producer again."""
     kept, rest = chain.ranges[:length], chain.ranges[length:]
     start, end = rest[0][0], rest[-1][1]
     fits = bool(units.range_rows(*rest[0]) <= limit) or rest[0][1] - rest[0][0] == 1
@@ -107,7 +107,7 @@ def _fill(units: Units, start: int, end: int, shared: int, limit: int) -> list[t
 
 
 def _draft(units, columns, singles, free, max_rows: int, num_slots: int) -> Draft | None:
-    """Bins of all cells: windows, empty consumers at their end if cells are left, single ranges by work, the rest joined."""
+    """Bins of all cells: windows, then single ranges by work; a window's end may stay open for refinement."""
     bins: list[Bin] = []
     windows: list[SharedPrefix] = []
     next_slot = [0] * len(columns)
