@@ -36,9 +36,12 @@ def plan_with_windows(plain: Draft, max_prefix: int, objective: tuple[int, ...])
         return plain
     least = -(-units.total_rows // (max_rows * num_replicas))
     natural = [-(-search.num_ranges(max_rows, penalty) // num_replicas) for penalty in PENALTIES]
-    slot_counts = {(least + plain.num_slots) // 2, *natural}
-    drafts = []
-    for num_slots in sorted({min(max(2, n), plain.num_slots) for n in slot_counts}):
+    middle = (least + plain.num_slots) // 2
+    slot_counts = {middle, (middle + min(*natural, plain.num_slots)) // 2, *natural}
+    drafts: list[Draft] = []
+    for num_slots in [*sorted({min(max(2, n), plain.num_slots) for n in slot_counts}), plain.num_slots]:
+        if num_slots == plain.num_slots and drafts:
+            break
         for penalty in PENALTIES:
             drafts += search.candidates(num_slots, num_replicas, penalty)
     drafts = most_promising(drafts, objective)

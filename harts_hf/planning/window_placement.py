@@ -79,12 +79,15 @@ def _chains(ranges: list[Range], windows: list[SharedPrefix]) -> list[_Chain]:
 
 def _divide(units: Units, chain: _Chain, length: int, limit: int) -> tuple[_Chain, list[_Chain]]:
     """The first `length` ranges as a window of their own, and the rest, which pays for a producer again."""
-    kept, rest = chain.ranges[:length], chain.ranges[length:]
-    start, end = rest[0][0], rest[-1][1]
-    fits = bool(units.range_rows(*rest[0]) <= limit) or rest[0][1] - rest[0][0] == 1
-    if not fits:
-        rest = _fill(units, start, end, chain.prefix.tokens, limit)
-    return _Chain(kept, chain.prefix), [_Chain(rest, chain.prefix if len(rest) > 1 else None)]
+    tokens = chain.prefix.tokens
+    start, end = chain.ranges[0][0], chain.ranges[-1][1]
+    kept = max(chain.ranges[:length], _fill(units, start, end, tokens, limit)[:length], key=lambda ranges: ranges[-1])
+    rest = [r for r in chain.ranges if r[0] >= kept[-1][1]]
+    starts_anew = rest[0][0] == kept[-1][1] and units.range_rows(*rest[0]) <= limit if rest else False
+    if not starts_anew:
+        rest = _fill(units, kept[-1][1], end, tokens, limit)
+    parts = [_Chain(rest, chain.prefix if len(rest) > 1 else None)] if rest else []
+    return _Chain(kept, chain.prefix), parts
 
 
 def _fill(units: Units, start: int, end: int, shared: int, limit: int) -> list[tuple[int, int]]:
