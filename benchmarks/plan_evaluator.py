@@ -80,8 +80,11 @@ def evaluate(sequences, slots, windows, max_tokens: int) -> Evaluation:
                 owner, tokens, replica, consumers = windows[window]
                 prefix = sequences[owner][:tokens]
                 assert replica == r and s in consumers
-                assert any(np.array_equal(sequences[i][:tokens], prefix) for i in trajectories)
-                rows[s, r] -= tokens
+                starts = [np.array_equal(sequences[i][:tokens], prefix[: len(sequences[i])]) for i in trajectories]
+                inside = [sequences[i] for i, within in zip(trajectories, starts, strict=True) if within]
+                outside = [sequences[i] for i, within in zip(trajectories, starts, strict=True) if not within]
+                assert max(map(len, inside)) >= tokens
+                rows[s, r] = count_rows(inside) - tokens + count_rows(outside)
     assert (seen == 1).all(), "every trajectory is in exactly one microbatch"
     for owner, tokens, replica, consumers in windows:
         assert list(consumers) == list(range(consumers[0], consumers[0] + len(consumers))) and len(consumers) > 1

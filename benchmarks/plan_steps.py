@@ -3,8 +3,8 @@
     HARTS_ROLLOUTS=... python benchmarks/plan_steps.py [--time-limit 60] [--only NAME]
 
 HARTS_ROLLOUTS is a folder of rollout sets (`NAME.npz` and `rollouts.py`). Every plan is checked and counted by
-`plan_evaluator.py`. Building the tree and planning are timed apart, in one thread, the median of three runs, wall and CPU time.
-Writes `benchmarks/results/plan_steps.json`.
+`plan_evaluator.py`. Building the tree and planning are timed apart, in one thread: the median of three runs, wall and
+CPU time. Writes `benchmarks/results/plan_steps.json`.
 """
 
 import argparse

@@ -45,9 +45,11 @@ def check_plan(plan, sequences, max_tokens, num_replicas):
                 prefix = sequences[window.trajectory][: window.prefix_tokens]
                 assert len(prefix) == window.prefix_tokens > 0
                 assert tuple(prefix) in rows, "a consumer starts from its window's boundary"
-                own = rows - distinct_prefixes([prefix])
-                assert m.rows == len(own)
-                charged = len(own) + (window.prefix_tokens if s == window.consumers[0] else 0)
+                inside = [member for member in members if prefix[: len(member)] == member[: len(prefix)]]
+                outside = [member for member in members if member not in inside]
+                own = distinct_prefixes(inside) - distinct_prefixes([prefix])
+                assert m.rows == len(own) + len(distinct_prefixes(outside))
+                charged = m.rows + (window.prefix_tokens if s == window.consumers[0] else 0)
             else:
                 assert m.rows == charged
             assert plan.slot_rows[s][replica] == charged

@@ -59,7 +59,7 @@ class Draft:
     windows: list[SharedPrefix] = field(default_factory=list)
 
     def __post_init__(self):
-        """Charge all bins, vectorised over their members."""
+        """Charge all bins, vectorised over their members; bins of windows hold only units of the window so far."""
         units = self.units
         filled = [b for b in self.bins if b.members]
         members = np.array([u for b in filled for u in b.members])
@@ -79,10 +79,20 @@ class Draft:
         return max(b.slot for b in self.bins) + 1
 
     def charge(self, members: list[int], window: int | None, produces: bool) -> tuple[int, int]:
-        """Rows and work of a set of units, with the window's discount and the producer's charge."""
-        units = self.units
+        """Rows and work of a set of units, with the window's discount and the producer's charge.
+
+        Units that do not start with the shared prefix are computed from their root, apart from the window's.
+        """
         if not members:
             return 0, 0
+        if window is not None:
+            shared = self.windows[window]
+            low, high = bisect_left(members, shared.start), bisect_left(members, shared.end)
+            if high - low < len(members):
+                outside_rows, outside_work = self.charge(members[:low] + members[high:], None, False)
+                rows, work = self.charge(members[low:high], window, produces)
+                return rows + outside_rows, work + outside_work
+        units = self.units
         lcps = [units.lcp(left, right) for left, right in zip(members, members[1:], strict=False)]
         rows = work = sum([units.unit_rows[u] for u in members]) - sum(lcps)
         if not units.cost.counts_rows:
@@ -97,6 +107,13 @@ class Draft:
                 rows -= tokens
                 work -= self.units.cost.prefix_work(tokens)
         return rows, work
+
+    def is_one_tree(self, b: Bin, members: list[int]) -> bool:
+        """Whether units in the bin are computed as one tree: it is plain, or they all start with the shared prefix."""
+        if b.window is None:
+            return True
+        window = self.windows[b.window]
+        return all(window.start <= u < window.end for u in members)
 
     def may_hold(self, b: Bin, members: list[int]) -> bool:
         """Whether a bin of a window keeps a member that starts with the shared prefix; plain bins hold anything."""

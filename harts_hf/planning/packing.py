@@ -10,7 +10,6 @@ from bisect import bisect_left, insort
 from .units import Units
 
 ORDERS = ("largest first", "in order")
-RULES = ("fullest", "lightest")
 NEIGHBOURS = 3  # bins that are tried on each side: owners of packed neighbours, and by load
 
 

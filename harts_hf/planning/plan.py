@@ -11,7 +11,10 @@ class Microbatch:
         trajectories (`tuple[int, ...]`): indices into the step's trajectories, in lexicographic order of their tokens.
         rows (`int`): compact work, the number of rows of the trajectories' prefix tree; without the rows of the shared
             prefix if `window` is set.
-        window (`int | None`): index into the plan's `windows` if the microbatch starts from that window's boundary.
+        window (`int | None`): index into the plan's `windows` if the microbatch starts from that window's boundary. At
+            least one of its trajectories then starts with the shared prefix; those that end inside of it add no row.
+            The others start at their root: `rows` counts all of their rows, also what they have in common with the
+            shared prefix, since a boundary serves its end alone.
     """
 
     trajectories: tuple[int, ...]

@@ -39,8 +39,8 @@ def refine(draft: Draft, objective: tuple[int, ...], max_rounds: int = 6) -> Non
 class _Runs:
     """Subtrees of a bin by recursive valleys, their rows and work, and the work that leaves the bin with them."""
 
-    def __init__(self, draft: Draft, members: list[int]):
-        units = draft.units
+    def __init__(self, draft: Draft, b: Bin):
+        units, members = draft.units, b.members
         shared_work = units.cost.shared_work
         cuts = [0] * bool(members) + [units.lcp(a, b) for a, b in zip(members, members[1:], strict=False)]
         rows = list(accumulate((units.unit_rows[u] - c for u, c in zip(members, cuts, strict=True)), initial=0))
@@ -68,6 +68,11 @@ class _Runs:
                     below.append((start, middle, min(cuts[start], cuts[middle])))
                     below.append((middle, end, min(cuts[middle], after)))
             level = below
+        if not draft.is_one_tree(b, members):  # what leaves does not follow from neighbours
+            self.freed = [
+                b.work - draft.charge(members[:start] + members[end:], b.window, b.produces)[1]
+                for start, end in self.spans
+            ]
 
 
 class _Search:
@@ -111,7 +116,7 @@ class _Search:
 
     def _runs_of(self, b: Bin) -> _Runs:
         if id(b) not in self.runs:
-            self.runs[id(b)] = _Runs(self.draft, b.members)
+            self.runs[id(b)] = _Runs(self.draft, b)
         return self.runs[id(b)]
 
     def _targets(self, heavy: Bin) -> list[Bin]:
@@ -135,21 +140,22 @@ class _Search:
                     if b is not heavy and b not in targets:
                         targets.append(b)
             for b in targets:
-                if b.members:
+                if not (b.members and self.draft.is_one_tree(b, [b.members[0], run[0], run[-1], b.members[-1]])):
+                    joined = sorted(b.members + run)
+                    rows, work = self.draft.charge(joined, b.window, b.produces)
+                    rows, work = rows - b.rows, work - b.work
+                else:
                     at = bisect_left(b.members, run[0])
                     if at < len(b.members) and b.members[at] < run[-1]:
                         continue
                     rows, work = self._joining(b.members, at, run, runs.rows[k], runs.work[k])
-                else:
-                    at = 0
-                    rows, work = self.draft.charge(run, b.window, b.produces)
+                    joined = b.members[:at] + run + b.members[at:]
                 if b.rows + rows > self.draft.max_rows:
                     continue
                 change = self._change(heavy, -runs.freed[k], b, work)
                 if change >= best_change:
                     continue
                 rest = heavy.members[:start] + heavy.members[end:]
-                joined = b.members[:at] + run + b.members[at:]
                 if self.draft.may_hold(heavy, rest) and self.draft.may_hold(b, joined):
                     best_change, best = change, [(heavy, rest), (b, joined)]
         return best

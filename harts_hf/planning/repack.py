@@ -1,7 +1,7 @@
-"""Local search on packings: a few bins are emptied and packed again by the exact program, in a new depth-first order.
+"""Local search on packings: a few bins are packed again by the exact program, in a new depth-first order.
 
-A heuristic. Children of a fork may stand in any order, and each order has its own contiguous partitions. A step takes a
-few bins, puts their units in a random depth-first order, partitions them at least cost, and keeps the result if the
+A heuristic. Children of a fork may stand in any order, and each order has its own contiguous partitions. A step takes
+a few bins, puts their units in a random depth-first order, partitions them at least cost, and keeps the result if the
 total work, or else the number of bins, does not grow. Random choices come from a fixed seed.
 """
 
