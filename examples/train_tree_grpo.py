@@ -37,7 +37,8 @@ SMALL_RUN = {
     "per_device_train_batch_size": 1,  # the stock trainer is fastest so here; the tree trainer plans all 16 together
     "gradient_accumulation_steps": 16,
     "num_generations": 4,
-    "learning_rate": 1e-4,
+    "optim": "sgd",  # Adam turns rounding errors of near-zero gradients into steps of full size
+    "learning_rate": 0.1,
     "max_tokens_per_microbatch": 16384,
     "gradient_checkpointing": False,
     "bf16": False,
@@ -124,10 +125,12 @@ def main() -> None:
         dataset = rollouts
     else:
         dataset = trajectories_from_chats(rollouts, tokenizer, example.max_length, example.step_wise)
+        if PartialState().is_main_process:
+            print(f"{len(dataset)} trajectories from {len(rollouts)} chats, cut at {example.max_length} tokens")
 
     def train(trainer_class) -> tuple[GRPOTrainer, Run]:
         if PartialState().is_main_process:
-            print(f"\n{trainer_class.__name__}: {len(dataset)} trajectories")
+            print(f"\n{trainer_class.__name__}")
         timer = StepTimer()
         trainer = trainer_class(
             model=checkpoint,
@@ -189,7 +192,7 @@ def print_table(config: TreeGRPOConfig, tree: Run, stock: Run | None) -> None:
     print()
     print(f"{'step':<6}{'loss, tree':>16}{'stock':>16}{'grad norm, tree':>20}{'stock':>16}{'difference':>14}")
     for i, (a, b) in enumerate(zip(tree.logs, stock.logs, strict=True), start=1):
-        difference = abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"]
+        difference = abs(a["grad_norm"] - b["grad_norm"]) / max(b["grad_norm"], 1e-12)
         print(
             f"{i:<6}{a['loss']:>16.7f}{b['loss']:>16.7f}{a['grad_norm']:>20.7f}{b['grad_norm']:>16.7f}{difference:>14.1e}"
         )

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.cm import ScalarMappable
 from matplotlib.collections import LineCollection
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -55,8 +57,8 @@ def draw_tree(
     height = np.array([np.mean(members) for members in lines])
     mean_score = score_sum / tree.counts[starts]
 
-    scale = matplotlib.colors.Normalize(min(scores), max(max(scores), min(scores) + 1e-6))
-    color = matplotlib.colormaps[SCORE_COLORS]
+    scale = Normalize(min(scores), max(max(scores), min(scores) + 1e-6))
+    color = colormaps[SCORE_COLORS]
     stretches, colors, widths, forks = [], [], [], []
     for s, (start, end) in enumerate(zip(starts, ends, strict=True)):
         first = int(tree.position_ids[start])
@@ -75,10 +77,9 @@ def draw_tree(
     axes.add_collection(LineCollection(forks, colors="0.6", linewidths=1.0, zorder=1))
     axes.add_collection(LineCollection(stretches, colors=colors, linewidths=widths, capstyle="butt", zorder=2))
     for i, label in enumerate(labels):
-        axes.annotate(
-            f"{label}  {score_name} {scores[i]:.3g}", (len(input_ids[i]), line_of[i]), (6, 0), textcoords="offset points",
-            va="center", fontsize=7,
-        )  # fmt: skip
+        text = f"{label}  {score_name} {scores[i]:.3g}"
+        end = (len(input_ids[i]), line_of[i])
+        axes.annotate(text, end, (6, 0), textcoords="offset points", va="center", fontsize=7)
     longest = int(tree.lengths.max())
     axes.set_xlim(-0.01 * longest, 1.16 * longest)
     axes.set_ylim(tree.num_trajectories - 0.3, -0.7)
@@ -99,7 +100,7 @@ def draw_tree(
         loc="lower left",
         fontsize=8,
     )
-    mappable = matplotlib.cm.ScalarMappable(scale, color)
+    mappable = ScalarMappable(scale, color)
     figure.colorbar(mappable, ax=axes, label=f"mean {score_name}", pad=0.01, fraction=0.03)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

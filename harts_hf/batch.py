@@ -1,10 +1,11 @@
 """CompactBatch: the tensors of one prefix tree, the only place where a plan becomes tensors.
 
-A batch holds each row's token once, in the tree's depth-first order, and the index tables that the layers need: who may
-attend to whom, which chunks the linear-attention kernel runs and where each starts, which rows a causal convolution
-reads. Tables are built on first use and kept, so that all layers, and recomputation, share them.
+A batch holds each row's token once, in the tree's depth-first order, and the index tables that the layers need: who
+may attend to whom, which chunks the linear-attention kernel runs and where each starts, which rows a causal
+convolution reads. Tables are built on first use and kept, so that all layers, and recomputation, share them.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +22,8 @@ from harts_hf.tree import PrefixTree
 class CompactBatch:
     """One prefix tree as tensors on one device: what a model computes in one forward.
 
-    Row `r` predicts one token per child, so a scored token is a row `c` whose target is `token_ids[c]` and whose hidden
-    state is that of `parent[c]`. Only rows that some trajectory scores are projected to the vocabulary.
+    Row `r` predicts one token per child, so a scored token is a row `c` whose target is `token_ids[c]` and whose
+    hidden state is that of `parent[c]`. Only rows that some trajectory scores are projected to the vocabulary.
 
     Args:
         tree ([`PrefixTree`]): the trajectories' prefix tree.
@@ -31,10 +32,15 @@ class CompactBatch:
         device (`torch.device`): where the tensors live.
 
     Attributes:
-        tree: the tree, on the host.
+        tree ([`PrefixTree`]), device (`torch.device`): as given; the tree stays on the host.
+        rows (list of `[length]`, int64 `np.ndarray`): rows of each trajectory, root first.
         token_ids (`[C]`, int64), position_ids (`[C]`, int64), counts (`[C]`, fp32): as in the tree.
         score_parents (`[P]`, int64): row whose hidden state predicts the scored token.
         score_targets (`[P]`, int64): the scored token.
+
+    Raises:
+        ValueError: a mask is not as long as its trajectory, or scores its first token; the message names the
+            trajectory.
     """
 
     def __init__(
@@ -149,12 +155,12 @@ class CompactBatch:
 class DataCollatorWithPrefixTree:
     """Collate trajectories into one compact batch, in the style of `DataCollatorWithFlattening`.
 
-    Pass the result to a model with a tree forward, `model(**batch)`: it returns the mean loss over the trained tokens of
-    all trajectories, as the expanded batch would give, and their log-probs. Trained tokens come from `labels` (-100 is
-    not trained) or from `completion_mask`; without either, all tokens but the first are trained.
+    Pass the result to a model with a tree forward, `model(**batch)`: it returns the mean loss over the trained tokens
+    of all trajectories, as the expanded batch would give, and their log-probs. Trained tokens come from `labels` (-100
+    is not trained) or from `completion_mask`; without either, all tokens but the first are trained.
 
-    Features: `input_ids`, optional `labels` or `completion_mask` of the same length, and any further field. A field with
-    one value per token is concatenated like `input_ids`; a number is stacked, one per trajectory.
+    Features: `input_ids`, optional `labels` or `completion_mask` of the same length, and any further field. A field
+    with one value per token is concatenated like `input_ids`; a number is stacked, one per trajectory.
 
     Returns a dict of tensors:
         `tree_input_ids` (`[S]`, int64): tokens of all trajectories, one after another;
@@ -162,13 +168,21 @@ class DataCollatorWithPrefixTree:
         `tree_cu_seqlens` (`[N + 1]`, int64): where each trajectory starts;
         `input_ids`, `position_ids`, `counts` (`[1, C]`, int64): the rows of the prefix tree in depth-first order;
         and each further field: `[S]` per token or `[N]` per trajectory.
+
+    Raises:
+        ValueError: no feature, an empty trajectory, a field whose length is not that of `input_ids`, or labels that
+            are neither the token nor -100. The message names the trajectory.
+        TypeError: ids that are not integers.
     """
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         if not features:
             raise ValueError("a compact batch needs at least one trajectory, got none")
         sequences = [_token_array(feature, i) for i, feature in enumerate(features)]
-        masks = [_trained_mask(feature, len(ids), i) for i, (feature, ids) in enumerate(zip(features, sequences))]
+        masks = [
+            _trained_mask(feature, len(ids), i)
+            for i, (feature, ids) in enumerate(zip(features, sequences, strict=True))
+        ]
         tree = PrefixTree.from_sequences(sequences)
         lengths = [len(ids) for ids in sequences]
         batch = {
@@ -191,11 +205,11 @@ def compact_batch_from_features(features: dict[str, torch.Tensor], device: torch
 
     Reads `tree_input_ids`, `tree_completion_mask` and `tree_cu_seqlens`.
     """
-    ends = features["tree_cu_seqlens"].tolist()
+    bounds = list(itertools.pairwise(features["tree_cu_seqlens"].tolist()))
     tokens = features["tree_input_ids"].cpu().numpy()
     mask = features["tree_completion_mask"].cpu().numpy()
-    sequences = [tokens[a:b] for a, b in zip(ends, ends[1:])]
-    return CompactBatch(PrefixTree.from_sequences(sequences), [mask[a:b] for a, b in zip(ends, ends[1:])], device)
+    sequences = [tokens[start:end] for start, end in bounds]
+    return CompactBatch(PrefixTree.from_sequences(sequences), [mask[start:end] for start, end in bounds], device)
 
 
 def _token_array(feature: dict[str, Any], index: int) -> np.ndarray:

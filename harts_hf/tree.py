@@ -1,9 +1,9 @@
 """PrefixTree: token sequences -> the rows of their prefix tree.
 
-A row is one distinct prefix of the batch. Trajectories are sorted as big-endian byte strings, so that `memcmp` order is
-token order; everything else (rows in depth-first order, parents, subtrees, counts) follows from the adjacent longest
-common prefixes (LCPs) in one pass over the trajectories. No loop runs over tokens: 130M tokens take seconds, and memory
-beyond the sorted copy of the tokens is linear in rows. Importing this file needs numpy alone.
+A row is one distinct prefix of the batch. Trajectories are sorted as big-endian byte strings, so that `memcmp` order
+is token order; everything else (rows in depth-first order, parents, subtrees, counts) follows from the adjacent
+longest common prefixes (LCPs) in one pass over the trajectories. No loop runs over tokens: 130M tokens take seconds,
+and memory beyond the sorted copy of the tokens is linear in rows. Importing this file needs numpy alone.
 """
 
 from collections.abc import Sequence
@@ -160,6 +160,9 @@ class PrefixTree:
 
         Returns:
             `[lengths[trajectory]]`, int64: increasing rows, `token_ids[rows]` is the trajectory.
+
+        Raises:
+            IndexError: no such trajectory; negative indices are not taken from the end.
         """
         if not 0 <= trajectory < self.num_trajectories:
             raise IndexError(f"trajectory {trajectory} is out of range for {self.num_trajectories} trajectories")

@@ -1,4 +1,4 @@
-"""Runs of a GRPO trainer on fixed rollouts, recorded for comparison: gradients before each update, logs, parameters."""
+"""Runs of a GRPO trainer on fixed rollouts, recorded for comparison: gradients at each update, logs, parameters."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -27,9 +27,12 @@ class Run:
 
 
 class Rollouts:
-    """A `rollout_func` that returns the same trajectories whatever the policy: a prompt of 20 tokens, a trunk of 30 shared by
-    all completions of the prompt, with a stretch of environment tokens, then branches that fork again. Completions contain
-    EOS inside; two are duplicates and one ends where others go on."""
+    """A `rollout_func` that returns the same trajectories whatever the policy.
+
+    A prompt of 20 tokens, a trunk of 30 shared by all completions of the prompt, with a stretch of environment tokens,
+    then branches that fork again. Completions contain EOS inside, two are equal, and one ends
+    where others go on.
+    """
 
     def __init__(self, num_prompts: int = 2, truncate: bool = False, sampler_noise: float | None = None):
         rng = np.random.default_rng(0)
@@ -42,8 +45,7 @@ class Rollouts:
             trunk[11] = 1  # an EOS inside the completion
             fork = trunk + rng.integers(2, VOCAB, 25).tolist()
             completions = [
-                fork + rng.integers(2, VOCAB, 12).tolist() + [1],
-                fork + rng.integers(2, VOCAB, 31).tolist() + [1],
+                *[fork + rng.integers(2, VOCAB, 31).tolist() + [1]] * 2,  # two equal trajectories
                 trunk + rng.integers(2, VOCAB, 5).tolist() + [1],
                 fork[:40] if truncate else fork[:40] + [1],
             ]
@@ -106,6 +108,7 @@ def train(
     resume: str | None = None,
     lora=None,
     eval_dataset=None,
+    dtype: torch.dtype = torch.float32,
     **config,
 ) -> Run:
     """Train `trainer_class` on the rollouts with SGD (Adam would turn rounding into steps) and record it."""
@@ -144,7 +147,7 @@ def train(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = trainer_class(
-            model=AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32),
+            model=AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype),
             args=TreeGRPOConfig(**options),
             processing_class=byte_tokenizer(),
             callbacks=[_Recorder(run)],

@@ -32,3 +32,5 @@ def test_add_rows_drops_negative_indices():
     torch.testing.assert_close(total[2], values[0] + values[3] + values[5])
     assert not total[1].any() and not total[4].any()
     torch.testing.assert_close(total.sum(0), values[INDEX >= 0].sum(0))
+    assert add_rows(values.bfloat16(), INDEX, 5).dtype == torch.float32
+    assert not add_rows(values[:0], INDEX[:0], 5).any()

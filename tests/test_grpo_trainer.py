@@ -1,7 +1,7 @@
 """One step of TreeGRPOTrainer is one step of GRPOTrainer: loss, gradients and every metric, for each of TRL's options.
 
-Every case runs two optimizer steps on the same completions (`num_iterations=2`), so that ratios leave 1 in the second: on
-policy, most losses have the same gradient. The stock trainer under another padding gives the noise that a correct
+Every case runs two optimizer steps on the same completions (`num_iterations=2`), so that ratios leave 1 in the second:
+on policy, most losses have the same gradient. The stock trainer under another padding gives the noise that a correct
 implementation may show.
 """
 
@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 import harts_hf.trainers.grpo_trainer as grpo_trainer
-from harts_hf import TreeGRPOConfig, TreeGRPOTrainer, UnsupportedModelError
+from harts_hf import PrefixTree, TreeGRPOConfig, TreeGRPOTrainer, UnsupportedModelError
+from harts_hf.batch import CompactBatch
 from harts_hf.planning.plan import Microbatch, StepPlan
 
 OFF_POLICY = {"num_iterations": 2, "max_steps": 2, "epsilon": 0.01, "learning_rate": 0.3}
@@ -58,6 +59,26 @@ CASES = {
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
     },
 }
+
+
+class OtherPadding(GRPOTrainer):
+    """The stock trainer whose old and reference log-probs are computed under other padding than the policy's.
+
+    Stock computes old and new log-probs in batches of one shape, so their rounding cancels in the ratio. Two forwards
+    over different trees have independent rounding, as these have.
+    """
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options
+    ):
+        if batch_size is not None:
+            input_ids = torch.nn.functional.pad(input_ids, (13, 0))
+            attention_mask = torch.nn.functional.pad(attention_mask, (13, 0))
+        return super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, batch_size, **options
+        )
+
+
 PLANS = {"one microbatch": None, "seven microbatches": UNEVEN}
 
 
@@ -76,7 +97,7 @@ def stock_runs(checkpoint, tmp_path_factory):
             options, rollouts = case_options(name), case_rollouts(name)
             folder = tmp_path_factory.mktemp("stock")
             stock = train(GRPOTrainer, checkpoint, folder, rollouts, **options)
-            other = train(GRPOTrainer, checkpoint, folder, rollouts, **options, pad_to_multiple_of=64)
+            other = train(OtherPadding, checkpoint, folder, rollouts, **options, pad_to_multiple_of=64)
             done[name] = (stock, other)
         return done[name]
 
@@ -279,6 +300,8 @@ def test_refused_options(checkpoint, tmp_path):
         TreeGRPOConfig(output_dir=str(tmp_path), max_tokens_per_microbatch=0, use_cpu=True)
     with pytest.raises(ValueError, match="torch_compile"):
         train(TreeGRPOTrainer, checkpoint, tmp_path, torch_compile=True)
+    with pytest.raises(ValueError, match="neftune"):
+        train(TreeGRPOTrainer, checkpoint, tmp_path, neftune_noise_alpha=5.0)
     with pytest.raises(UnsupportedModelError, match="lora_dropout"):
         train(TreeGRPOTrainer, checkpoint, tmp_path, lora=LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))
     with pytest.raises(NotImplementedError, match="image"):
@@ -289,6 +312,48 @@ def test_refused_options(checkpoint, tmp_path):
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=260)).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(UnsupportedModelError, match="gpt2"):
         train(TreeGRPOTrainer, str(tmp_path / "gpt2"), tmp_path)
+
+
+def test_bf16_model_with_an_fp32_head(checkpoint, tmp_path):
+    """TRL's `cast_lm_head_to_fp32` projects in fp32; so does the tree, and resuming keeps the head's precision."""
+    options = {"cast_lm_head_to_fp32": True, "dtype": torch.bfloat16, "save_strategy": "steps", "save_steps": 1}
+    tree = train(TreeGRPOTrainer, checkpoint, tmp_path / "tree", **options)
+    stock = train(GRPOTrainer, checkpoint, tmp_path / "stock", **options)
+    other = train(GRPOTrainer, checkpoint, tmp_path / "stock", **options, pad_to_multiple_of=64)
+    assert gradient_error(tree, stock) <= 2 * gradient_error(other, stock)
+    batch = CompactBatch(PrefixTree.from_sequences([[5, 9, 30, 31], [5, 9, 77]]))
+    model = tree.trainer.model
+    assert model.lm_head.weight.dtype == torch.float32
+    with torch.no_grad():
+        exact = model(harts_batch=batch, head_in_fp32=True).log_probs
+        rounded = model(harts_batch=batch).log_probs
+    assert not torch.equal(exact, rounded)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    tree.trainer._load_from_checkpoint(str(tmp_path / "tree" / "checkpoint-1"))
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_interrupted_step_does_not_join_the_next(checkpoint, tmp_path):
+    """A second `train()` after an exception in the middle of an accumulation window starts a window of its own."""
+    kept = []
+
+    def interrupt_once(trainer):
+        original = trainer._prepare_inputs
+
+        def prepare_inputs(inputs):
+            kept.append(trainer)
+            if len(kept) == 2:
+                raise KeyboardInterrupt
+            return original(inputs)
+
+        trainer._prepare_inputs = prepare_inputs
+
+    with pytest.raises(KeyboardInterrupt):
+        train(TreeGRPOTrainer, checkpoint, tmp_path, prepare=interrupt_once)
+    trainer = kept[0]
+    assert len(trainer._micro_batches) == 1
+    trainer.train()
+    assert trainer.state.global_step == 1 and trainer._micro_batches == []
 
 
 def test_images_are_refused(checkpoint, tmp_path):

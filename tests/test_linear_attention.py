@@ -7,11 +7,13 @@ for the packed calls against flash-linear-attention on each trajectory alone.
 """
 
 import functools
+import importlib.metadata
 
 import numpy as np
 import pytest
 import torch
 from forests import random_forest, shapes
+from packaging.version import Version
 
 from harts_hf.batch import CompactBatch
 from harts_hf.kernels.chunk_layout import ChunkLayout
@@ -319,7 +321,11 @@ class TestOnGpu:
     pytestmark = gpu
 
     @staticmethod
-    def case(kind, dtype, decay="mixed"):
+    def case(kind, dtype, decay="mixed", backward=True):
+        if backward and kind == "gated_delta_rule" and torch.cuda.get_device_capability()[0] == 9:
+            version = Version(importlib.metadata.version("triton"))
+            if Version("3.4.0") <= version < Version("3.7.1"):  # fla 0.6 refuses (its issue 640)
+                pytest.skip(f"Gated DeltaNet's backward needs Triton 3.7.1 or later on Hopper, this is {version}")
         batch = CompactBatch(PrefixTree.from_sequences(SHAPES["fork at 129"] + SHAPES["star"]), device="cuda")
         options = {"heads": (1, 2), "dims": (64, 32), "decay": decay, "dtype": dtype}
         inputs = [x.cuda() for x in make_inputs(kind, batch.num_rows, seed=8, **options)]
@@ -343,7 +349,7 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_a_trajectory_is_bit_identical_to_running_it_alone(self, kind):
-        layout, inputs, expanded = self.case(kind, torch.bfloat16)
+        layout, inputs, expanded = self.case(kind, torch.bfloat16, backward=False)
         output = TREE_FUNCTIONS[kind](*inputs, layout, use_qk_l2norm=True)
         packed = load_packed_function(kind)
         for rows, valid in zip(expanded.rows, expanded.valid, strict=True):

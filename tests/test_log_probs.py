@@ -121,7 +121,7 @@ def test_precision_is_that_of_trl(options, dtype):
 
 
 def test_weight_gradients_are_summed_in_fp32():
-    """Thousands of rows, one tile each: a sum rounded to bf16 after each tile would be off by far more than a rounding."""
+    """Thousands of rows, one tile each: a sum rounded to bf16 after each tile would be far off."""
     rows = 2000
     (hidden, weight, _), _ = make_inputs(num_targets=rows, dim=4, vocab=5, dtype=torch.bfloat16)
     hidden = hidden.abs()

@@ -1,6 +1,7 @@
-"""Training on given trajectories: equal to the stock trainer on the same data, resumable, and strict about bad input."""
+"""Training on given trajectories: equal to the stock trainer on the same data, resumable, strict about bad input."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -205,7 +206,7 @@ def test_sampler_keeps_groups_together():
         once = [i for block in blocks[::3] for i in block]
         assert len(set(once)) == 20
         order = [groups[i] for i in once]
-        assert sum(a != b for a, b in zip(order, order[1:])) <= 4  # each group is one run
+        assert sum(a != b for a, b in pairwise(order)) <= 4  # each group is one run
         epochs.append(indices)
     assert epochs[0] != epochs[1]
     sampler.set_epoch(0)

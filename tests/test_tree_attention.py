@@ -18,7 +18,7 @@ SCALE = 0.3
 
 
 def attention_alone(q, k, v, window, dtype):
-    """Causal attention of one trajectory, written out; `[heads, T, dim]` -> `[T, H, V]`. `dtype` is that of the sums."""
+    """Causal attention of one trajectory `[heads, T, dim]`, written out; `[T, H, V]`. Softmax in `dtype`."""
     k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], dim=0) for x in (k, v))
     positions = torch.arange(q.shape[1])
     visible = positions[:, None] >= positions

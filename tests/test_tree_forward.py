@@ -1,9 +1,18 @@
-"""A tree forward equals the stock model run trajectory by trajectory: log-probs, entropies, gradients of every parameter."""
+"""A tree forward equals the stock model run trajectory by trajectory.
+
+Compared are log-probs, entropies and the gradient of every parameter.
+"""
 
 import copy
+import gzip
+import importlib
+import json
+import os
 import pickle
 import subprocess
 import sys
+import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +28,8 @@ from harts_hf import (
     tree_logprobs,
 )
 from harts_hf.batch import CompactBatch
+from harts_hf.execution import ForwardOptions, Trajectory, forward_plan
+from harts_hf.planning.microbatches import plan_step
 from harts_hf.tree import PrefixTree
 
 LOG_PROB_TOLERANCE = 1e-5  # absolute, fp32: a few ulp of logits of about 4
@@ -26,12 +37,16 @@ GRADIENT_TOLERANCE = 1e-4  # relative norm, per parameter
 
 
 def expanded_logprobs(model, sequences, temperature=1.0):
-    """The stock model on each trajectory. Right padding comes after every token that counts, so a causal model's result is
-    that of each trajectory alone, chunk boundaries included."""
+    """The stock model on each trajectory.
+
+    Right padding comes after every token that counts, so a causal model's result is that of each trajectory alone,
+    chunk boundaries included.
+    """
     width = max(len(s) for s in sequences)
     ids = torch.zeros(len(sequences), width, dtype=torch.long)
     for i, s in enumerate(sequences):
         ids[i, : len(s)] = torch.as_tensor(np.asarray(s))
+    ids = ids.to(model.device)
     logits = model(input_ids=ids, use_cache=False).logits.float() / temperature
     log_probs, entropies = [], []
     for i, s in enumerate(sequences):
@@ -69,7 +84,10 @@ def assert_equal_to_expanded(model, sequences, seed, context, temperature=1.0, l
 
 
 def worst_gradient(actual, expected):
-    """Largest relative norm of the difference over the parameters; parameters that the loss does not reach must agree."""
+    """Largest relative norm of the difference over the parameters.
+
+    Parameters that the loss does not reach must have no gradient, or 0, on both sides.
+    """
     worst = 0.0
     scale = max((g.norm() for g in expected.values() if g is not None), default=torch.ones(()))
     for name, stock in expected.items():
@@ -106,6 +124,31 @@ def test_shapes(model_type):
     model = tiny_model(model_type)
     for name, sequences in shapes(np.random.default_rng(3), VOCAB):
         assert_equal_to_expanded(model, sequences, 0, name)
+
+
+@pytest.mark.parametrize("model_type", ["bailing_hybrid", "qwen3_next"])
+def test_bundled_rollouts(model_type):
+    """Four real trials of a customer-service task, as bytes: they part in the middle of the first turns."""
+    model = tiny_model(model_type, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    path = Path(__file__).parent.parent / "examples" / "data" / "tau_bench_airline" / "rollouts.jsonl.gz"
+    with gzip.open(path, "rt") as file:
+        chats = [json.loads(line)["messages"] for line in file][:4]
+    texts = ["".join(message["content"] for message in chat[1:]).encode()[:600] for chat in chats]
+    sequences = [np.frombuffer(text, dtype=np.uint8).astype(np.int64) + 2 for text in texts]
+    sequences += [sequences[0][:n] for n in (100, 333)]  # step-wise samples of the first
+    assert_equal_to_expanded(model, sequences, 0, "tau-bench")
+
+
+@pytest.mark.skipif("HARTS_ROLLOUTS" not in os.environ, reason="HARTS_ROLLOUTS names no folder of rollouts")
+@pytest.mark.parametrize("name", ["toolbench_dfs_tree", "tot_game24_bfs_tree", "hotpotqa_react", "gsm8k_openai"])
+def test_rollouts(name):
+    """Real search trees and groups, their vocabulary folded into the tiny model's."""
+    data = np.load(Path(os.environ["HARTS_ROLLOUTS"]) / f"{name}.npz")
+    offsets, tokens = data["offsets"], data["tokens"]
+    members = np.flatnonzero(data["group"] == data["group"][0])[:8]
+    sequences = [tokens[offsets[i] : offsets[i + 1]][:700] % (VOCAB - 2) + 2 for i in members]
+    model = tiny_model("bailing_hybrid", num_hidden_layers=2)
+    assert_equal_to_expanded(model, sequences, 0, name)
 
 
 def test_temperature():
@@ -164,11 +207,24 @@ def test_shared_rows_are_computed_once():
     assert seen == [PrefixTree.from_sequences(sequences).num_rows]
 
 
+def test_forward_plan_keeps_no_result():
+    """A microbatch's output is gone before the next one runs: memory is that of one microbatch."""
+    model = enable_tree_forward(tiny_model("llama"))
+    sequences = [np.arange(2 + 10 * k, 12 + 10 * k) for k in range(3)]
+    trajectories = [Trajectory(s, np.arange(len(s)) > 0) for s in sequences]
+    plan = plan_step(sequences, max_tokens=10)
+    assert len(plan.microbatches) == 3
+    results = forward_plan(model, plan, trajectories, ForwardOptions(), torch.device("cpu"))
+    for _ in plan.microbatches:
+        result = next(results)
+        output = weakref.ref(result.output)
+        del result
+        assert output() is None
+
+
 @pytest.mark.parametrize("model_type", ["bailing_hybrid", "qwen3_next"])
 def test_device_decides_not_what_is_importable(model_type, monkeypatch):
-    """Where flash-linear-attention is installed, upstream's functions are Triton kernels; on the CPU they cannot run."""
-    import importlib
-
+    """Where flash-linear-attention is installed, upstream's functions are Triton kernels, which no CPU can run."""
     model = enable_tree_forward(tiny_model(model_type))
     sequences = random_forest(np.random.default_rng(29), VOCAB)
     expected, _ = tree_logprobs(model, sequences)
@@ -181,7 +237,7 @@ def test_device_decides_not_what_is_importable(model_type, monkeypatch):
         if hasattr(function, "tree_version"):
             monkeypatch.setattr(getattr(module, name), "original", needs_a_gpu)
     actual, _ = tree_logprobs(model, sequences)
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     with pytest.raises(RuntimeError, match="drivers"):
         model(torch.tensor([[1, 2, 3]]), use_cache=False)
 
@@ -281,14 +337,14 @@ def test_enabling_changes_one_instance_only(tmp_path):
     expected, _ = tree_logprobs(model, sequences)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert twin.forward.model is twin
-        assert all(torch.equal(a, b) for a, b in zip(tree_logprobs(twin, sequences)[0], expected))
+        assert all(torch.equal(a, b) for a, b in zip(tree_logprobs(twin, sequences)[0], expected, strict=True))
 
     disable_tree_forward(model)
     assert "forward" not in model.__dict__
     assert torch.equal(model(ids, use_cache=False).logits, before)
     with pytest.raises(RuntimeError):
         tree_logprobs(model, sequences)
-    assert all(torch.equal(a, b) for a, b in zip(tree_logprobs(loaded, sequences)[0], expected))
+    assert all(torch.equal(a, b) for a, b in zip(tree_logprobs(loaded, sequences)[0], expected, strict=True))
 
 
 def test_pickled_model_wakes_in_a_process_without_seams(tmp_path):
@@ -301,7 +357,7 @@ def test_pickled_model_wakes_in_a_process_without_seams(tmp_path):
         "import sys, torch; from harts_hf import tree_logprobs;"
         "model, sequences, expected = torch.load(sys.argv[1], weights_only=False);"
         "actual, _ = tree_logprobs(model, sequences);"
-        "assert all(torch.equal(a, b) for a, b in zip(actual, expected))"
+        "assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], check=True, timeout=120)
 

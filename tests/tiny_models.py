@@ -1,8 +1,8 @@
 """Tiny models of every supported family, with random weights that make mistakes visible, and a byte tokenizer.
 
-Default initialisation hides errors: decay forgets the past within a few tokens and a scale of 0.02 makes all logits equal.
-Here decay is slow, so that a state that leaks or is lost changes what comes thousands of tokens later, and weights are
-large enough for log-probs to spread over several nats.
+Default initialisation hides errors: decay forgets the past within a few tokens and a scale of 0.02 makes all logits
+equal. Here decay is slow, so that a state that leaks or is lost changes what comes thousands of tokens later, and
+weights are large enough for log-probs to spread over several nats.
 """
 
 import torch
@@ -98,9 +98,8 @@ def tiny_model(model_type: str, seed: int = 0, **overrides) -> torch.nn.Module:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
             elif name.endswith("A_log"):
                 parameter.zero_()
-            elif name.endswith(
-                "dt_bias"
-            ):  # softplus or sigmoid of about -6: a decay of exp(-0.002) to exp(-0.02) a token
+            elif name.endswith("dt_bias"):
+                # softplus or sigmoid of about -6: a decay of exp(-0.002) to exp(-0.02) a token
                 parameter.copy_(-6 + 0.5 * torch.randn(parameter.shape, generator=generator))
     return model.eval()
 

@@ -35,8 +35,9 @@ def add_rows(values: torch.Tensor, index: torch.Tensor, num_rows: int) -> torch.
         `[C, ...]`, fp32 (fp64 for fp64 values). Addition is sorted on CUDA and sequential on the CPU, never atomic.
     """
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
-    total = torch.zeros((num_rows + 1, values[0].numel()), dtype=dtype, device=values.device)
-    values = values.reshape(len(values), -1).to(dtype)
+    width = values.shape[1:].numel()
+    total = torch.zeros((num_rows + 1, width), dtype=dtype, device=values.device)
+    values = values.reshape(len(values), width).to(dtype)
     index = torch.where(index < 0, num_rows, index)  # one row past the end takes what is dropped
     if values.is_cuda:
         total.index_put_((index,), values, accumulate=True)

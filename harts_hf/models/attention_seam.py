@@ -11,13 +11,16 @@ from harts_hf.kernels.tree_attention import tree_attention
 from .families import UnsupportedModelError
 
 
-def install_attention_seam(implementation: str) -> None:
+def install_attention_seam(implementation: str | None) -> None:
     """Wrap one entry of the attention interface; does nothing where that is done already.
+
+    Args:
+        implementation: the config's `_attn_implementation`; Transformers takes None as eager.
 
     Raises:
         UnsupportedModelError: eager attention, which does not go through the interface.
     """
-    if implementation == "eager":
+    if implementation is None or implementation == "eager":
         raise UnsupportedModelError(
             "eager attention is a function of each modeling file and has no tree version: load the model with "
             "attn_implementation='sdpa'"

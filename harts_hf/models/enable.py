@@ -1,17 +1,20 @@
 """Give one model instance a tree forward, and take it away.
 
 The instance's `forward` accepts a compact batch as the keyword `harts_batch` (or the dict of
-[`DataCollatorWithPrefixTree`]) and returns log-probs and entropies; any other call runs as before. The batch travels as
-one keyword argument through the stock modeling code, so recomputation replays it, and wrappers (DDP, FSDP, PEFT) pass it
-through. Functions of the modeling module stay wrapped once some instance was enabled; without a batch they run as before.
+[`DataCollatorWithPrefixTree`]) and returns log-probs and entropies; any other call runs as before. The batch travels
+as one keyword argument through the stock modeling code, so recomputation replays it, and wrappers (DDP, FSDP, PEFT)
+pass it through. Functions of the modeling module stay wrapped once some instance was enabled; without a batch they run
+as before.
 """
 
+import contextlib
 import inspect
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from harts_hf.batch import CompactBatch, compact_batch_from_features
 from harts_hf.kernels.log_probs import linear_log_probs
@@ -32,13 +35,13 @@ class TreeOutput(ModelOutput):
         loss (`[]`, fp32, *optional*): mean negative log-prob of the trained tokens of all trajectories; only for the
             dict of [`DataCollatorWithPrefixTree`].
         log_probs (`[P]`, fp32): log-prob of each scored token.
-        entropies (`[P]`, fp32): entropy of the distribution that the scored token was drawn from.
+        entropies (`[P]`, fp32, *optional*): entropy of the distribution that the scored token was drawn from, in nats.
         router_logits (tuple of `[C, E]`, *optional*): per MoE layer, when asked for.
         expert_loads (`[L, E]`, fp32, *optional*): expanded tokens that each expert of each MoE layer received.
     """
 
     loss: torch.Tensor | None = None
-    log_probs: torch.Tensor | None = None
+    log_probs: torch.Tensor = None  # pyright: ignore[reportAssignmentType]: always given; ModelOutput asks for a default
     entropies: torch.Tensor | None = None
     router_logits: tuple[torch.Tensor, ...] | None = None
     expert_loads: torch.Tensor | None = None
@@ -47,8 +50,8 @@ class TreeOutput(ModelOutput):
 def enable_tree_forward(model):
     """Give `model` a tree forward.
 
-    Works on the instance: other instances of the class are untouched. Does nothing on a model that has one already. The
-    model's parameters, config, saved checkpoint and ordinary calls stay as they are.
+    Works on the instance: other instances of the class are untouched. Does nothing on a model that has one already.
+    The model's parameters, config, saved checkpoint and ordinary calls stay as they are.
 
     Args:
         model: a Transformers causal LM or a PEFT model around one, not yet wrapped by DDP or FSDP.
@@ -58,6 +61,8 @@ def enable_tree_forward(model):
 
     Raises:
         UnsupportedModelError: the architecture or an option has no tree forward; the message says what is supported.
+        TypeError: `model` is neither a Transformers causal LM nor a PEFT model around one.
+        ImportError: another minor version of Transformers is installed than the one the seams were read in.
     """
     base = causal_lm_of(model)
     if not has_tree_forward(base):
@@ -98,6 +103,7 @@ def causal_lm_of(model) -> PreTrainedModel:
 
     Raises:
         TypeError: `model` is neither.
+        UnsupportedModelError: a PEFT method that adds virtual tokens (prompt learning).
     """
     if isinstance(model, PreTrainedModel):
         return model
@@ -109,13 +115,13 @@ def causal_lm_of(model) -> PreTrainedModel:
             )
         return model.get_base_model()
     raise TypeError(
-        f"expected a Transformers causal LM or a PEFT model around one, got {type(model).__name__}; call this before the "
-        "model is wrapped"
+        f"expected a Transformers causal LM or a PEFT model around one, got {type(model).__name__}; call this before "
+        "the model is wrapped"
     )
 
 
 def attribute(module: torch.nn.Module, path: str) -> torch.nn.Module:
-    """The submodule at a dotted path."""
+    """The submodule at a dotted path; an `AttributeError` where there is none."""
     for name in path.split("."):
         module = getattr(module, name)
     return module
@@ -130,8 +136,11 @@ class _TreeForward:
         self.instance_forward = instance_forward  # set on the instance before, by a wrapper such as TRL's; or None
 
     def install_seams(self) -> None:
-        """Wrap what the layers call. Repeated at each tree forward, at no cost: a pickled model may wake in a process whose
-        modules are as upstream, and the attention implementation may change."""
+        """Wrap what the layers call.
+
+        Repeated at each tree forward, at no cost: a pickled model may wake in a process whose modules are as upstream,
+        and the attention implementation may change.
+        """
         attribute(self.model, self.family.backbone)  # a causal LM without it is not what the table describes
         install_attention_seam(self.model.config.get_text_config()._attn_implementation)
         install_linear_attention_seam(self.family)
@@ -167,6 +176,7 @@ class _TreeForward:
         temperature: float = 1.0,
         with_entropies: bool = True,
         with_router_logits: bool = False,
+        head_in_fp32: bool = False,
         **unused,
     ) -> TreeOutput:
         given = [name for name, value in unused.items() if value is not None]
@@ -189,7 +199,11 @@ class _TreeForward:
                 harts_batch=batch,
                 **extra,
             )
-        log_probs, entropies = self._head(output.last_hidden_state[0], batch, temperature, with_entropies)
+        hidden = output.last_hidden_state[0, batch.score_parents]
+        no_autocast = torch.autocast(hidden.device.type, enabled=False) if head_in_fp32 else contextlib.nullcontext()
+        with no_autocast:
+            hidden = hidden.float() if head_in_fp32 else hidden
+            log_probs, entropies = self._head(hidden, batch, temperature, with_entropies)
         return TreeOutput(
             log_probs=log_probs,
             entropies=entropies,
@@ -198,15 +212,16 @@ class _TreeForward:
         )
 
     def _head(self, hidden: torch.Tensor, batch: CompactBatch, temperature: float, with_entropies: bool):
-        """Log-probs and entropies of the scored tokens from the last hidden states `[C, D]`."""
+        """Log-probs and entropies of the scored tokens from the hidden states `[P, D]` that predict them."""
         head = self.model.get_output_embeddings()
+        assert head is not None  # a causal LM has one
         weight, bias = head.weight, head.bias
-        if isinstance(weight, torch.distributed.tensor.DTensor):  # sharded by FSDP2: gathered once
+        if isinstance(weight, DTensor):  # sharded by FSDP2: gathered once
             weight = weight.full_tensor()
             bias = None if bias is None else bias.full_tensor()
         config = self.model.config.get_text_config()
         return linear_log_probs(
-            hidden[batch.score_parents],
+            hidden,
             weight,
             batch.score_targets,
             bias=bias,

@@ -20,8 +20,8 @@ class Family:
         backbone (`str`): attribute path from the causal LM to the text decoder.
         linear_attention (`str` or `None`): "kda", "gated_delta_rule" or `None` for a softmax model.
         chunk_function (`str` or `None`): the module's chunkwise linear-attention function.
-        layer_types (`tuple[str, ...]`): the entries of `config.layer_types` that are supported; the backbone then takes
-            a dict of masks. Empty: the backbone takes one mask.
+        layer_types (`tuple[str, ...]`): the entries of `config.layer_types` that are supported; the backbone then
+            takes a dict of masks. Empty: the backbone takes one mask.
         router_class (`str` or `None`): the MoE router's class; it returns (logits, weights, indices of the experts).
     """
 

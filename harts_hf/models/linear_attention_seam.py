@@ -1,7 +1,7 @@
 """The linear-attention seam: a modeling module's conv and chunk functions, wrapped once.
 
-Layers call these functions by their module-level name, with the keyword arguments of the model's forward. With a compact
-batch among them, the tree kernels run; without one, the original runs with its arguments untouched.
+Layers call these functions by their module-level name, with the keyword arguments of the model's forward. With a
+compact batch among them, the tree kernels run; without one, the original runs with its arguments untouched.
 """
 
 import functools
@@ -22,7 +22,7 @@ _TREE_FUNCTIONS = {"kda": tree_kda, "gated_delta_rule": tree_gated_delta_rule}
 
 def install_linear_attention_seam(family: Family) -> None:
     """Wrap the conv and chunk functions of the family's modeling module; does nothing where that is done already."""
-    if family.linear_attention is None:
+    if family.linear_attention is None or family.chunk_function is None:  # a softmax model
         return
     module = importlib.import_module(family.modeling_module)
     _wrap(module, CONV_FUNCTION, _conv_seam)

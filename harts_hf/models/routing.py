@@ -1,4 +1,7 @@
-"""Mixture-of-experts statistics of a compact batch: each row is routed once and weighs as many tokens as it stands for."""
+"""Mixture-of-experts statistics of a compact batch, in which each row is routed once.
+
+A row weighs as many tokens as it stands for.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,12 +12,12 @@ import torch
 from .families import Family
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class RouterSums:
     """Sums over rows and layers from which a load-balancing loss follows, per group of trajectories.
 
-    A group (one of the micro-batches that the stock trainer would run) weighs a row by how many of its trajectories pass
-    through it. Sums of several compact batches add up.
+    A group (one of the micro-batches that the stock trainer would run) weighs a row by how many of its trajectories
+    pass through it. Sums of several compact batches add up.
 
     Attributes:
         assignments (`[M, E]`, fp32): weighted rows that chose each expert; no gradient.
@@ -41,6 +44,9 @@ def router_sums(router_logits: tuple[torch.Tensor, ...], weights: torch.Tensor, 
         router_logits (tuple of `[C, E]`): one tensor per MoE layer.
         weights (`[M, C]`, fp32): how many trajectories of each group pass through each row.
         top_k (`int`): experts per token.
+
+    Returns:
+        [`RouterSums`] of `M` groups; the gradient of `probs` reaches `router_logits`.
     """
     num_experts = router_logits[0].shape[-1]
     assignments = weights.new_zeros(len(weights), num_experts)
@@ -80,6 +86,8 @@ def record_expert_loads(
     Hooks are removed at the end, so a recomputation in the backward pass is not counted again.
 
     Args:
+        backbone: the text decoder; its modules of class `family.router_class` are watched.
+        family: the model's family; one without a router leaves the list empty.
         counts (`[C]`, fp32): trajectories per row; padding rows weigh 0.
 
     Yields:

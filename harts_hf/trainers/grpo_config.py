@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from trl import GRPOConfig
+from trl.trainer.grpo_config import GRPOConfig
 
 
 @dataclass
@@ -14,10 +14,14 @@ class TreeGRPOConfig(GRPOConfig):
 
     Parameters:
         max_tokens_per_microbatch (`int`, *optional*, defaults to `32768`):
-            Most rows (distinct prefixes) that run in one forward and backward. This, not `per_device_train_batch_size`,
-            bounds memory: the whole optimizer step is planned together, across gradient-accumulation steps, and split
-            into as few microbatches as fit. The result does not depend on it beyond rounding. The default holds a
-            32k-token episode. A trajectory that is longer runs alone, with a warning.
+            Most rows (distinct prefixes) that run in one forward and backward. This, not
+            `per_device_train_batch_size`, bounds memory: the whole optimizer step is planned together, across
+            gradient-accumulation steps, and split into as few microbatches as fit. The result does not depend on it
+            beyond rounding. The default holds a 32k-token episode. A trajectory that is longer runs alone, with a
+            warning.
+
+    Raises:
+        ValueError: `max_tokens_per_microbatch` is below 1.
     """
 
     max_tokens_per_microbatch: int = field(

@@ -1,14 +1,17 @@
 """TreeGRPOTrainer: TRL's GRPOTrainer with every shared prefix computed once."""
 
+import math
+import operator
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache
 from transformers import PreTrainedModel
-from trl import GRPOTrainer
+from transformers.trainer_utils import has_length
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from harts_hf.execution import ForwardOptions, MicrobatchResult, forward_plan, train_plan
 from harts_hf.forward import check_token_ids
@@ -22,19 +25,20 @@ from harts_hf.tree import PrefixTree
 from .grpo_config import TreeGRPOConfig
 from .guards import MULTIMODAL_INPUTS, refuse_multimodal, refuse_options
 from .loss_oracle import LossOracle
-from .micro_batches import PlacedTrajectory, group_weights, place_trajectories, placements
+from .micro_batches import PlacedTrajectory, group_weights, place_trajectories, placements, splits_a_micro_batch
+from .step_state import StepState
 from .step_statistics import TreeStatistics
 from .trajectories import TrajectoryDatasetMixin
-from .window import WindowState
 
 
 class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
     """
     Trainer for Group Relative Policy Optimization over prefix trees. A drop-in for [`~trl.GRPOTrainer`].
 
-    Each optimizer step is planned as a whole: the trajectories of all its gradient-accumulation steps form prefix trees,
-    each distinct prefix is computed once, forward and backward, and the loss is TRL's own. Gradients, loss and metrics
-    are those of the stock trainer up to rounding. Prefixes are found in the token ids, so any source of rollouts works.
+    Each optimizer step is planned as a whole: the trajectories of all its gradient-accumulation steps form prefix
+    trees, each distinct prefix is computed once, forward and backward, and the loss is TRL's own. Gradients, loss and
+    metrics are those of the stock trainer up to rounding. Prefixes are found in the token ids, so any source of
+    rollouts works.
 
     Args:
         model, reward_funcs, args, train_dataset, eval_dataset, processing_class, and all others:
@@ -44,8 +48,8 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
 
     Raises:
         UnsupportedModelError: the model has no tree forward, or a dropout above zero.
-        ValueError, NotImplementedError: an option that a tree cannot honour (DeepSpeed, FSDP, `torch_compile`, images, a
-            fused-backward optimizer); the message says what to do.
+        ValueError, NotImplementedError: an option that a tree cannot honour (DeepSpeed, FSDP, `torch_compile`, images,
+            a fused-backward optimizer); the message says what to do.
     """
 
     _tag_names = ["trl", "grpo", "harts"]
@@ -93,7 +97,7 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
         if self.ref_model is not None:
             enable_tree_forward(self.accelerator.unwrap_model(self.ref_model))
         self._oracle = LossOracle(self)
-        self._window: list[dict[str, Any]] = []  # the stock micro-batches of the optimizer step at hand
+        self._micro_batches: list[dict[str, Any]] = []  # the stock micro-batches of the optimizer step at hand
 
     # ---- log-probs: old policy, reference, evaluation
 
@@ -122,13 +126,13 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
             own = [placed[i] for i in result.microbatch.trajectories]
             for placement in placements(result.batch, own).values():
                 log_probs = placement.scatter(result.output.log_probs, log_probs)
-                if compute_entropy:
+                if result.output.entropies is not None:
                     entropies = placement.scatter(result.output.entropies, entropies)
             if compute_aux_loss:
                 sums.append(self._router_sums(result, own, num_micro_batches=1))
         aux_loss = None
         if compute_aux_loss:
-            totals = _total(sums)
+            totals = reduce(operator.add, sums)
             aux_loss = load_balancing_loss(totals, totals)[0]
         return log_probs, entropies if compute_entropy else None, aux_loss
 
@@ -140,21 +144,27 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
 
     # ---- training: one plan per optimizer step
 
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        # Called once per optimizer step. What an interrupted step left behind must not join the next one.
+        self._micro_batches = []
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
     def training_step(self, model, inputs, num_items_in_batch):
         time_before = time.perf_counter()
         if self._step == 0 and self.state.global_step > 0:
             # Resumed: TRL counts from 0, which would shift the phase between generation and optimizer steps.
-            self._step = self.state.global_step * self.args.gradient_accumulation_steps
+            self._step = self._micro_steps_done()
         model.train()
-        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):  # schedule-free optimizers
-            self.optimizer.train()
-        self._window.append(self._prepare_inputs(inputs))
+        optimizer_train = getattr(self.optimizer, "train", None)
+        if callable(optimizer_train):  # schedule-free optimizers
+            optimizer_train()
+        self._micro_batches.append(self._prepare_inputs(inputs))
         loss = torch.zeros((), device=self.accelerator.device)
-        is_last = len(self._window) == self.current_gradient_accumulation_steps
+        is_last = len(self._micro_batches) == self.current_gradient_accumulation_steps
         if is_last:
-            window, self._window = self._window, []
+            micro_batches, self._micro_batches = self._micro_batches, []
             try:
-                loss = self._run_window(model, window)
+                loss = self._run_step(model, micro_batches)
             except BaseException:
                 model.zero_grad()  # no half gradient is left behind
                 raise
@@ -168,38 +178,40 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
             self._current_train_step_time = 0.0
         return loss
 
-    def _run_window(self, model, window: list[dict[str, Any]]) -> torch.Tensor:
+    def _run_step(self, model, micro_batches: list[dict[str, Any]]) -> torch.Tensor:
         """Forward, backward and reporting of one optimizer step. Returns its loss, detached."""
         device = self.accelerator.device
         plan_start = time.perf_counter()
-        placed = [t for m, inputs in enumerate(window) for t in self._placed(inputs, m)]
+        placed = [t for m, inputs in enumerate(micro_batches) for t in self._placed(inputs, m)]
         if not self.aux_loss_enabled and any(t.scored.any() for t in placed):
             placed = [t for t in placed if t.scored.any()]  # what trains nothing moves nothing
         plan = self._plan(placed)
         plan_seconds = time.perf_counter() - plan_start
 
-        step = WindowState(window, device)
+        step = StepState(micro_batches, device)
         options = self._forward_options(with_entropies=True, with_router_logits=self.aux_loss_enabled)
         statistics = TreeStatistics(plan, plan_seconds)
-        split_aux = self.aux_loss_enabled and _splits_a_micro_batch(plan, placed)
+        split_aux = self.aux_loss_enabled and splits_a_micro_batch(plan, placed)
         if self.top_entropy_quantile < 1.0 or split_aux:
             self._pre_pass(model, plan, placed, options, step)
 
         def loss(result: MicrobatchResult) -> torch.Tensor:
             own = [placed[i] for i in result.microbatch.trajectories]
             places = placements(result.batch, own)
-            scores = len(result.output.log_probs)
-            gradient = torch.zeros(2, scores, device=device)  # of log-probs and of entropies
+            log_probs, entropies = result.output.log_probs, result.output.entropies
+            assert entropies is not None  # asked for in the options above
+            scores = len(log_probs)
+            total = log_probs[:0].sum()  # 0, but in the graph even where nothing is scored
             for m, placement in places.items():
                 step.fill(m, placement, result.output)
             for m, placement in places.items():
-                used = self._oracle.gradient(model, window[m], step.loss_inputs(m))
-                gradient[0] += placement.gather_gradient(used.log_probs, scores)
-                gradient[1] += placement.gather_gradient(used.entropies, scores)
+                used = self._oracle.gradient(model, micro_batches[m], step.loss_inputs(m))
+                total = total + (log_probs * placement.gather_gradient(used.log_probs, scores)).sum()
+                if used.entropies is not None:
+                    total = total + (entropies * placement.gather_gradient(used.entropies, scores)).sum()
                 step.remember(m, placement, used)
-            total = (result.output.log_probs * gradient[0] + result.output.entropies * gradient[1]).sum()
             if self.aux_loss_enabled:
-                sums = self._router_sums(result, own, len(window))
+                sums = self._router_sums(result, own, len(micro_batches))
                 if not step.has_totals:
                     step.add_router_sums(sums)
                 aux = load_balancing_loss(sums, step.totals_for(sums))
@@ -217,7 +229,7 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
             defer_sync=partial(self.accelerator.no_sync, model),
             after=statistics.add,
         )
-        total = self._report(model, window, step)
+        total = self._report(model, step)
         statistics.log(self._metrics["train"])
         return total
 
@@ -233,32 +245,35 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
         )
 
     def _pre_pass(
-        self, model, plan: StepPlan, placed: Sequence[PlacedTrajectory], options: ForwardOptions, step: "WindowState"
+        self, model, plan: StepPlan, placed: Sequence[PlacedTrajectory], options: ForwardOptions, step: StepState
     ) -> None:
-        """One forward without graph, for the two quantities that couple trajectories of different microbatches: the
-        entropy quantile and the router's token fractions."""
+        """One forward without graph, for what couples trajectories of different microbatches: the entropy quantile and
+        the router's token fractions."""
         with torch.no_grad():
             for result in forward_plan(model, plan, placed, options, self.accelerator.device):
                 own = [placed[i] for i in result.microbatch.trajectories]
                 for m, placement in placements(result.batch, own).items():
                     step.fill(m, placement, result.output)
                 if self.aux_loss_enabled:
-                    step.add_router_sums(self._router_sums(result, own, len(step.window)))
+                    step.add_router_sums(self._router_sums(result, own, len(step.micro_batches)))
         step.has_totals = self.aux_loss_enabled
         if self.top_entropy_quantile < 1.0:
-            for m, inputs in enumerate(step.window):
+            for m, inputs in enumerate(step.micro_batches):
                 mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
                 step.entropy_masks[m] = super().get_high_entropy_mask(
                     step.entropies[m], mask, 1 - self.top_entropy_quantile
                 )
 
-    def _report(self, model, window: list[dict[str, Any]], step: "WindowState") -> torch.Tensor:
-        """TRL's own loss once per stock micro-batch, for loss and metrics; refuses a loss that coupled trajectories."""
+    def _report(self, model, step: StepState) -> torch.Tensor:
+        """TRL's own loss once per stock micro-batch, for loss and metrics.
+
+        Refuses a loss that coupled trajectories.
+        """
         total = torch.zeros((), device=self.accelerator.device)
-        aux = step.aux_losses() if self.aux_loss_enabled else [total] * len(window)
+        aux = step.aux_losses() if self.aux_loss_enabled else [total] * len(step.micro_batches)
         gradient_state = self.accelerator.gradient_state
-        for m, inputs in enumerate(window):
-            gradient_state._set_sync_gradients(m == len(window) - 1)
+        for m, inputs in enumerate(step.micro_batches):
+            gradient_state._set_sync_gradients(m == len(step.micro_batches) - 1)
             final = self._oracle.report(model, inputs, step.loss_inputs(m, aux[m]))
             step.refuse_coupling(m, final, self.loss_type)
             total = total + final.loss
@@ -275,6 +290,7 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
 
     def _load_best_model(self):
         if isinstance(self.model, PreTrainedModel):
+            assert self.state.best_model_checkpoint is not None  # else Trainer does not call this
             reload_weights(self.model, self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
@@ -286,29 +302,28 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
         check_token_ids(tree, causal_lm_of(self.accelerator.unwrap_model(self.model)).config.get_text_config())
         return plan_step(tree, self.max_tokens_per_microbatch)
 
+    def _micro_steps_done(self) -> int:
+        """Micro-steps before `state.global_step`; the last optimizer step of an epoch may have fewer than others."""
+        accumulation = self.args.gradient_accumulation_steps
+        dataloader = self.callback_handler.train_dataloader
+        if not has_length(dataloader):
+            return self.state.global_step * accumulation
+        epochs, steps = divmod(self.state.global_step, math.ceil(len(dataloader) / accumulation))
+        return epochs * len(dataloader) + steps * accumulation
+
     def _forward_options(self, with_entropies: bool, with_router_logits: bool) -> ForwardOptions:
-        return ForwardOptions(self.temperature, with_entropies, with_router_logits, self.accelerator.autocast)
+        return ForwardOptions(
+            temperature=self.temperature,
+            with_entropies=with_entropies,
+            with_router_logits=with_router_logits,
+            head_in_fp32=self.args.cast_lm_head_to_fp32,
+            autocast=self.accelerator.autocast,
+        )
 
     def _router_sums(
         self, result: MicrobatchResult, own: Sequence[PlacedTrajectory], num_micro_batches: int
     ) -> RouterSums:
         config = causal_lm_of(self.accelerator.unwrap_model(self.model)).config.get_text_config()
         weights = group_weights(result.batch, own, num_micro_batches)
+        assert result.output.router_logits is not None  # asked for wherever sums are
         return router_sums(result.output.router_logits, weights, config.num_experts_per_tok)
-
-
-def _splits_a_micro_batch(plan: StepPlan, placed: Sequence[PlacedTrajectory]) -> bool:
-    """Whether trajectories of one stock micro-batch run in different microbatches of the plan."""
-    home: dict[int, int] = {}
-    for k, microbatch in enumerate(plan.microbatches):
-        for i in microbatch.trajectories:
-            if home.setdefault(placed[i].micro_batch, k) != k:
-                return True
-    return False
-
-
-def _total(sums: Sequence[RouterSums]) -> RouterSums:
-    total = sums[0]
-    for other in sums[1:]:
-        total = total + other
-    return total

@@ -1,9 +1,9 @@
 """TRL's own `_compute_loss` as the loss: log-probs in, their gradient out.
 
 The trainer computes log-probs over the prefix tree, in whatever microbatches the plan asks for; what they are worth is
-left to TRL. For one stock micro-batch, `_compute_loss` runs on leaf tensors and autograd gives the gradient of its result.
-Quiet calls change nothing in the trainer: no metric, no collective, no step of the entropy controller. The reporting call
-is the one that TRL would have made.
+left to TRL. For one stock micro-batch, `_compute_loss` runs on leaf tensors and autograd gives the gradient of its
+result. Quiet calls change nothing in the trainer: no metric, no collective, no step of the entropy controller. The
+reporting call is the one that TRL would have made.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ class LossInputs:
     """What `_compute_loss` asks the model for, given to it instead.
 
     Attributes:
-        log_probs, entropies (`[B, T]`, fp32): leaves that require grad.
+        log_probs, entropies (`[B, T]`, fp32): of the completions; inside `_compute_loss` they are leaves.
         aux_loss (`[]`, fp32): the router's auxiliary loss, without gradient.
         entropy_mask (`[B, T]`, bool, *optional*): tokens above the entropy quantile, when that option is on.
     """
@@ -33,18 +33,28 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossGradient:
-    """`_compute_loss` of one stock micro-batch and its gradient with respect to log-probs and entropies (`[B, T]`)."""
+    """`_compute_loss` of one stock micro-batch and its gradient.
+
+    Attributes:
+        loss (`[]`): the loss, detached, scaled for gradient accumulation.
+        log_probs (`[B, T]`, fp32): its gradient with respect to the log-probs.
+        entropies (`[B, T]`, fp32, or `None`): with respect to the entropies; `None` where the loss does not read them.
+    """
 
     loss: torch.Tensor
     log_probs: torch.Tensor
-    entropies: torch.Tensor
+    entropies: torch.Tensor | None
 
 
 class LossOracle:
     """Runs a trainer's `_compute_loss` on given log-probs.
 
     Args:
-        trainer: a [`~trl.GRPOTrainer`] whose `_get_per_token_logps_and_entropies` returns `oracle.given` when it is set.
+        trainer: a [`~trl.GRPOTrainer`] whose `_get_per_token_logps_and_entropies` returns `oracle.given` when it is
+            set.
+
+    Attributes:
+        given ([`LossInputs`] or `None`): set while `_compute_loss` runs here, None at all other times.
     """
 
     def __init__(self, trainer):
@@ -73,8 +83,8 @@ class LossOracle:
         if not trainer.loss_is_scaled_for_ga:
             loss = loss / trainer.current_gradient_accumulation_steps
         gradients = torch.autograd.grad(loss, [log_probs, entropies], allow_unused=True)
-        used = [torch.zeros_like(log_probs) if g is None else g for g in gradients]
-        return LossGradient(loss.detach(), *used)
+        of_log_probs = torch.zeros_like(log_probs) if gradients[0] is None else gradients[0]
+        return LossGradient(loss.detach(), of_log_probs, gradients[1])
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:

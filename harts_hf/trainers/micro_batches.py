@@ -1,7 +1,7 @@
 """TRL's padded micro-batches and the trajectories in them: which token stands where.
 
-TRL holds a micro-batch as `input_ids` = left-padded prompts and right-padded completions. A stock micro-batch is the unit
-of TRL's loss; trajectories of several are planned together, and each keeps its place here.
+TRL holds a micro-batch as `input_ids` = left-padded prompts and right-padded completions. A stock micro-batch is the
+unit of TRL's loss; trajectories of several are planned together, and each keeps its place here.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import torch
 
 from harts_hf.batch import CompactBatch
 from harts_hf.execution import Trajectory
+from harts_hf.planning.plan import StepPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,3 +126,13 @@ def group_weights(batch: CompactBatch, placed: Sequence[PlacedTrajectory], num_m
     for rows, trajectory in zip(batch.rows, placed, strict=True):
         weights[trajectory.micro_batch, rows] += 1
     return torch.from_numpy(weights).to(batch.device)
+
+
+def splits_a_micro_batch(plan: StepPlan, placed: Sequence[PlacedTrajectory]) -> bool:
+    """Whether trajectories of one stock micro-batch run in different microbatches of the plan."""
+    home: dict[int, int] = {}
+    for k, microbatch in enumerate(plan.microbatches):
+        for i in microbatch.trajectories:
+            if home.setdefault(placed[i].micro_batch, k) != k:
+                return True
+    return False

@@ -7,7 +7,12 @@ from harts_hf.planning.plan import StepPlan
 
 
 class TreeStatistics:
-    """What a step saved, for the log."""
+    """Collects the statistics of one planned step.
+
+    Args:
+        plan ([`StepPlan`]): the step's plan.
+        plan_seconds (`float`): wall time of making it.
+    """
 
     def __init__(self, plan: StepPlan, plan_seconds: float):
         self._plan = plan
@@ -17,6 +22,7 @@ class TreeStatistics:
         self._expert_loads: torch.Tensor | None = None
 
     def add(self, result: MicrobatchResult) -> None:
+        """Count the replay, rounds and expert loads of a microbatch that has run."""
         for rounds in result.batch.planned_rounds():
             self._replay_tokens += rounds.replay_tokens
             self._rounds += rounds.num_rounds
@@ -25,6 +31,11 @@ class TreeStatistics:
             self._expert_loads = loads if self._expert_loads is None else self._expert_loads + loads
 
     def log(self, metrics: dict[str, list[float]]) -> None:
+        """Append one value per statistic to `metrics` (metric name -> values), under `tree/`.
+
+        Rows, expanded and replay tokens, rounds and microbatches are sums over the step; `compression` is expanded
+        tokens per row, `balance` that of [`StepPlan`], `expert_load_max_over_mean` a mean over the MoE layers.
+        """
         plan = self._plan
         metrics["tree/compression"].append(plan.compression)
         metrics["tree/rows"].append(plan.compact_tokens)

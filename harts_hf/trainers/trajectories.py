@@ -5,7 +5,7 @@ generated and no reward function is called; batches reach the trainer in TRL's o
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,8 +15,25 @@ from trl.trainer.utils import nanstd, pad, use_adapter
 
 from .trajectory_columns import TRAJECTORY_COLUMNS, check_trajectory_dataset, is_trajectory_dataset
 
+if TYPE_CHECKING:
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
-class TrajectoryDatasetMixin:
+    class _Trainer(GRPOTrainer):
+        """What the mixin stands before, with the types of what is set: Trainer's own are wider."""
+
+        accelerator: Any
+        args: Any
+        eval_dataset: Any
+        model: Any
+        pad_to_multiple_of: int | None
+        ref_model: Any
+        shuffle_dataset: bool
+        train_dataset: Any
+else:
+    _Trainer = object
+
+
+class TrajectoryDatasetMixin(_Trainer):
     """
     Lets a [`~trl.GRPOTrainer`] train on given trajectories. [`TreeGRPOTrainer`] has it; `class Stock(
     TrajectoryDatasetMixin, GRPOTrainer)` is the stock trainer on the same data.
@@ -24,18 +41,22 @@ class TrajectoryDatasetMixin:
     A `train_dataset` or `eval_dataset` with an `input_ids` column is taken as trajectories. Columns:
 
         - `input_ids` (list of `int`): prompt, sampled tokens and environment tokens, as the model saw them.
-        - `completion_mask` (list of `int`): 1 for each trained token, of the same length. The first token has no context
-          and must be 0.
+        - `completion_mask` (list of `int`): 1 for each trained token, of the same length. The first token has no
+          context and must be 0.
         - `reward` (`float`) and `group` (`int` or `str`): advantages are computed as [`~trl.GRPOTrainer`] does
           (`scale_rewards`), over all trajectories of a group, of which there may be any number; or
         - `advantage` (`float`): used as it is.
-        - `old_log_probs` (list of `float`, *optional*): log-prob of each token under the policy that sampled it, of the
-          same length; read where `completion_mask` is 1.
+        - `old_log_probs` (list of `float`, *optional*): log-prob of each token under the policy that sampled it, of
+          the same length; read where `completion_mask` is 1.
 
     Trajectories of one group are kept together, so that they share their prefixes within a step; `shuffle_dataset`
-    shuffles the order of the groups. `per_device_train_batch_size` times `gradient_accumulation_steps` trajectories make
-    an optimizer step. `num_generations` has no meaning here, but TRL still asks that it divides that number. What does
-    not fill a last batch of an epoch is left out of that epoch, with a warning.
+    shuffles the order of the groups. `per_device_train_batch_size` times `gradient_accumulation_steps` trajectories
+    make an optimizer step. `num_generations` has no meaning here, but TRL still asks that it divides that number. What
+    does not fill a last batch of an epoch is left out of that epoch, with a warning.
+
+    Raises:
+        TypeError, ValueError: a dataset with an `input_ids` column that cannot be trained on; the message names the
+            trajectory and the field ([`check_trajectory_dataset`]).
     """
 
     def __init__(self, model, reward_funcs=None, args=None, train_dataset=None, eval_dataset=None, *rest, **kwargs):
@@ -136,7 +157,7 @@ class TrajectoryDatasetMixin:
         return batch
 
     def _add_log_probs(self, batch: dict[str, torch.Tensor], mode: str) -> None:
-        """Old log-probs where the batch outlives the policy that starts it, and the reference's, as TRL computes them."""
+        """Add what TRL computes before training: the reference's log-probs and, where needed, the old policy's."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         width = batch["completion_ids"].shape[1]
@@ -146,6 +167,7 @@ class TrajectoryDatasetMixin:
             return self._get_per_token_logps_and_entropies(model, ids, mask, width, batch_size=batch_size)[0]
 
         generate_every = self.args.steps_per_generation * self.num_iterations
+        # A batch that lasts over several optimizer steps outlives the policy that starts it.
         outlives_policy = self.args.gradient_accumulation_steps % generate_every != 0
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             if outlives_policy and "old_per_token_logps" not in batch:
@@ -162,7 +184,7 @@ class TrajectoryDatasetMixin:
     def _log_trajectories(self, inputs: list[dict[str, Any]], batch: dict[str, torch.Tensor], mode: str) -> None:
         metrics = self._metrics[mode]
         gather = self.accelerator.gather
-        tokens = gather(batch["prompt_mask"].sum() + batch["completion_mask"].sum()).sum()
+        tokens = gather(batch["prompt_mask"].sum() + (batch["completion_mask"] * batch["tool_mask"]).sum()).sum()
         if mode == "train":
             self.state.num_input_tokens_seen += tokens.item()
         metrics["num_tokens"] = [self.state.num_input_tokens_seen]
@@ -242,8 +264,8 @@ def group_advantages(rewards: list[float], groups: list, scale_rewards: str) -> 
     _, index = np.unique(np.array([str(g) for g in groups]), return_inverse=True)
     advantages = torch.empty_like(reward)
     batch_std = nanstd(reward) if len(reward) > 1 else torch.zeros(())
-    for g in range(index.max() + 1):
-        members = torch.from_numpy(np.flatnonzero(index == g))
+    by_group = np.split(np.argsort(index, kind="stable"), np.cumsum(np.bincount(index))[:-1])
+    for members in map(torch.from_numpy, by_group):
         own = reward[members]
         centred = own - own.mean()
         if scale_rewards == "group":

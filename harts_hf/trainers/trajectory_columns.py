@@ -1,6 +1,6 @@
 """Checks of a dataset of trajectories: what is wrong is named with its trajectory and field before anything trains."""
 
-from typing import Any
+from typing import Any, SupportsInt
 
 import numpy as np
 import pyarrow as pa
@@ -30,8 +30,8 @@ def check_trajectory_dataset(dataset: Any, name: str, vocab_size: int, max_posit
     """
     if not isinstance(dataset, Dataset):
         raise TypeError(
-            f"{name}: trajectories need a map-style datasets.Dataset, got {type(dataset).__name__}; groups are gathered "
-            "over the whole set"
+            f"{name}: trajectories need a map-style datasets.Dataset, got {type(dataset).__name__}; groups are "
+            "gathered over the whole set"
         )
     columns = dataset.column_names
     if "completion_mask" not in columns:
@@ -46,8 +46,8 @@ def check_trajectory_dataset(dataset: Any, name: str, vocab_size: int, max_posit
 
 
 def _check_table(table: pa.Table, name: str, first: int, vocab_size: int, max_positions: int | None) -> None:
-    def at(index: int, field: str) -> str:
-        return f"{name}, trajectory {first + index}, {field}"
+    def at(index: SupportsInt, field: str) -> str:
+        return f"{name}, trajectory {first + int(index)}, {field}"
 
     ids, lengths = _flatten(table, "input_ids", at)
     _require_integers(ids, at(0, "input_ids"))
@@ -90,8 +90,8 @@ def _check_table(table: pa.Table, name: str, first: int, vocab_size: int, max_po
         if len(bad := np.flatnonzero(~np.isfinite(old.astype(np.float64)) & (mask == 1))):
             position = bad[0] - starts[owner[bad[0]]]
             raise ValueError(
-                f"{at(owner[bad[0]], 'old_log_probs')}: must be finite where completion_mask is 1, got {old[bad[0]]} at "
-                f"token {position}"
+                f"{at(owner[bad[0]], 'old_log_probs')}: must be finite where completion_mask is 1, got {old[bad[0]]} "
+                f"at token {position}"
             )
 
 

@@ -16,17 +16,28 @@ from .micro_batches import Placement
 _COUPLING_TOLERANCE = 1e-4
 
 
-class WindowState:
+class StepState:
     """Log-probs, entropies and gradients of one optimizer step, per stock micro-batch.
 
     Tokens that the loss does not read keep their old log-prob: their ratio is then 1, so that a masked token can give
     neither an infinity nor a NaN.
+
+    Args:
+        micro_batches: TRL's inputs of each stock micro-batch.
+        device: where the tensors live.
+
+    Attributes:
+        micro_batches: as given.
+        log_probs, entropies (lists of `[B, T]`, fp32): per stock micro-batch, detached; filled as microbatches run.
+        gradients (list of `[2, B, T]`, fp32): the gradients used, with respect to log-probs and to entropies.
+        entropy_masks (list of `[B, T]`, bool, or `None`): tokens above the entropy quantile, when that option is on.
+        has_totals (`bool`): whether the router sums are those of the whole step.
     """
 
-    def __init__(self, window: list[dict[str, Any]], device: torch.device):
-        self.window = window
+    def __init__(self, micro_batches: list[dict[str, Any]], device: torch.device):
+        self.micro_batches = micro_batches
         self.log_probs = []
-        for inputs in window:
+        for inputs in micro_batches:
             filler = inputs.get("old_per_token_logps")
             if filler is None:
                 filler = inputs.get("ref_per_token_logps")
@@ -35,16 +46,18 @@ class WindowState:
             self.log_probs.append(filler.float().clone())
         self.entropies = [torch.zeros_like(x) for x in self.log_probs]
         self.gradients = [torch.zeros(2, *x.shape, device=device) for x in self.log_probs]
-        self.entropy_masks: list[torch.Tensor | None] = [None] * len(window)
-        self.has_totals = False  # whether the router sums are those of the whole step
+        self.entropy_masks: list[torch.Tensor | None] = [None] * len(micro_batches)
+        self.has_totals = False
         self._router_sums: RouterSums | None = None
 
     def fill(self, m: int, placement: Placement, output: TreeOutput) -> None:
         """Put a compact batch's log-probs and entropies into micro-batch `m`."""
+        assert output.entropies is not None  # every forward of a step asks for them
         self.log_probs[m] = placement.scatter(output.log_probs.detach(), self.log_probs[m])
         self.entropies[m] = placement.scatter(output.entropies.detach(), self.entropies[m])
 
     def loss_inputs(self, m: int, aux_loss: torch.Tensor | None = None) -> LossInputs:
+        """What `_compute_loss` of micro-batch `m` is given, as far as it is known; without `aux_loss` that is 0."""
         if aux_loss is None:
             aux_loss = torch.zeros((), device=self.log_probs[m].device)
         return LossInputs(self.log_probs[m], self.entropies[m], aux_loss, self.entropy_masks[m])
@@ -53,15 +66,21 @@ class WindowState:
         """Keep the gradient that was used for the tokens of a placement."""
         at = (placement.rows, placement.columns)
         self.gradients[m][0][at] = used.log_probs[at].float()
-        self.gradients[m][1][at] = used.entropies[at].float()
+        if used.entropies is not None:
+            self.gradients[m][1][at] = used.entropies[at].float()
 
     def refuse_coupling(self, m: int, final: LossGradient, loss_type: str) -> None:
-        """Raise if the gradient with all log-probs known differs from the one that was used."""
+        """Raise if the gradient with all log-probs known differs from the one that was used.
+
+        Raises:
+            RuntimeError: names the loss and the difference.
+        """
         for name, used, known in zip(
             ("log-probs", "entropies"), self.gradients[m], (final.log_probs, final.entropies), strict=True
         ):
-            difference = (used - known.float()).nan_to_num().abs().max()
-            if difference > _COUPLING_TOLERANCE * known.float().nan_to_num().abs().max():
+            known = torch.zeros_like(used) if known is None else known.float().nan_to_num()
+            difference = (used.nan_to_num() - known).abs().max()
+            if difference > _COUPLING_TOLERANCE * known.abs().max():
                 raise RuntimeError(
                     f"the loss '{loss_type}' couples trajectories: its gradient with respect to the {name} changed by "
                     f"{difference.item():.3g} once all of the step were known, so splitting the step into planned "
@@ -70,13 +89,18 @@ class WindowState:
                 )
 
     def add_router_sums(self, sums: RouterSums) -> None:
+        """Add a microbatch's sums, without their graph."""
         sums = sums.detach()
         self._router_sums = sums if self._router_sums is None else self._router_sums + sums
 
     def totals_for(self, sums: RouterSums) -> RouterSums:
         """The sums to normalise a microbatch with: the step's after a pre-pass, else its own, which are then whole."""
-        return self._router_sums if self.has_totals else sums.detach()
+        if not self.has_totals:
+            return sums.detach()
+        assert self._router_sums is not None  # the pre-pass added them
+        return self._router_sums
 
     def aux_losses(self) -> Sequence[torch.Tensor]:
-        """The router's auxiliary loss of each stock micro-batch."""
+        """The router's auxiliary loss of each stock micro-batch, once all microbatches have added their sums."""
+        assert self._router_sums is not None
         return load_balancing_loss(self._router_sums, self._router_sums).unbind()
