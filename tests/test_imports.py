@@ -19,7 +19,7 @@ LAYERS = (
     ("models",),
     ("forward",),
     ("execution",),
-    ("distributed",),
+    ("distributed", "calibration"),
     ("trainers",),
     ("__init__", "cli"),
 )
@@ -34,6 +34,7 @@ PACKAGES = {
     "models": {"numpy", "torch", "transformers", "packaging"},
     "forward": {"numpy", "torch"},
     "execution": {"numpy", "torch"},
+    "calibration": {"numpy", "torch", "transformers"},
     "distributed": {"numpy", "torch", "transformers", "accelerate"},
     "trainers": {"numpy", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "pyarrow"},
     "cli": {"numpy", "torch", "transformers", "trl", "datasets", "matplotlib"},

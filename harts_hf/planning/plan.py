@@ -9,11 +9,36 @@ class Microbatch:
 
     Attributes:
         trajectories (`tuple[int, ...]`): indices into the step's trajectories, in lexicographic order of their tokens.
-        rows (`int`): compact work, the number of rows of the trajectories' prefix tree.
+        rows (`int`): compact work, the number of rows of the trajectories' prefix tree; without the rows of the shared
+            prefix if `window` is set.
+        window (`int | None`): index into the plan's `windows` if the microbatch starts from that window's boundary. At
+            least one of its trajectories then starts with the shared prefix; those that end inside of it add no row.
+            The others start at their root: `rows` counts all of their rows, also what they have in common with the
+            shared prefix, since a boundary serves its end alone.
     """
 
     trajectories: tuple[int, ...]
     rows: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Window:
+    """A sharing window: a prefix that one producer computes for consecutive microbatches of one replica.
+
+    The producer runs before the first consumer, in the same slot, and its rows are charged there.
+
+    Attributes:
+        trajectory (`int`): a trajectory that starts with the shared prefix.
+        prefix_tokens (`int`): length of the prefix, the producer's rows.
+        replica (`int`): where producer and consumers run.
+        consumers (`tuple[int, ...]`): consecutive slots of the consumers, which are `slots[slot][replica]`.
+    """
+
+    trajectory: int
+    prefix_tokens: int
+    replica: int
+    consumers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -24,10 +49,16 @@ class StepPlan:
         slots (`tuple[tuple[Microbatch | None, ...], ...]`): `slots[slot][replica]`; `None` where a replica has nothing
             to run in a slot.
         num_tokens (`int`): expanded tokens S of the step.
+        windows (`tuple[Window, ...]`): prefixes that are shared across microbatches; empty if planned without windows.
+        objective (`str`): what the plan was optimised for first, one of `OBJECTIVES`.
+        cost (`str`): the cost model that measured the work, in words; "rows" is compact work.
     """
 
     slots: tuple[tuple[Microbatch | None, ...], ...]
     num_tokens: int
+    windows: tuple[Window, ...] = ()
+    objective: str = "slot_critical"
+    cost: str = "rows"
 
     @property
     def microbatches(self) -> tuple[Microbatch, ...]:
@@ -36,8 +67,8 @@ class StepPlan:
 
     @property
     def compact_tokens(self) -> int:
-        """Compact work of the step, in rows: what all replicas compute together."""
-        return sum(m.rows for m in self.microbatches)
+        """Compact work of the step, in rows: what all replicas compute together, producers included."""
+        return sum(m.rows for m in self.microbatches) + sum(w.prefix_tokens for w in self.windows)
 
     @property
     def compression(self) -> float:
@@ -45,10 +76,32 @@ class StepPlan:
         return self.num_tokens / self.compact_tokens
 
     @property
+    def slot_rows(self) -> tuple[tuple[int, ...], ...]:
+        """`[slot][replica]`: rows that a replica runs in a slot, a producer charged to its first consumer's slot."""
+        rows = [[0 if m is None else m.rows for m in slot] for slot in self.slots]
+        for window in self.windows:
+            rows[window.consumers[0]][window.replica] += window.prefix_tokens
+        return tuple(map(tuple, rows))
+
+    @property
+    def slot_balances(self) -> tuple[float, ...]:
+        """Per slot: mean over heaviest work of the replicas, in (0, 1]."""
+        return tuple(sum(rows) / (len(rows) * max(rows)) for rows in self.slot_rows)
+
+    @property
     def balance(self) -> float:
         """Mean over slots of (mean work / heaviest work) over the replicas, in (0, 1]; 1.0 for one replica."""
-        per_slot = []
-        for slot in self.slots:
-            work = [0 if m is None else m.rows for m in slot]
-            per_slot.append(sum(work) / (len(work) * max(work)))
-        return sum(per_slot) / len(per_slot)
+        return sum(self.slot_balances) / len(self.slots)
+
+    @property
+    def slot_critical_rows(self) -> int:
+        """Sum over slots of the heaviest replica's rows: the step's length if replicas wait for each other."""
+        return sum(map(max, self.slot_rows))
+
+    @property
+    def replica_critical_rows(self) -> int:
+        """Largest cumulative rows of a replica: the step's length if replicas wait for each other only at its end."""
+        return max(map(sum, zip(*self.slot_rows, strict=True)))
+
+
+OBJECTIVES = ("compact_work", "slot_critical", "replica_critical")

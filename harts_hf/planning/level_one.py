@@ -1,0 +1,126 @@
+"""Level one: the best plan without sharing across microbatches.
+
+Candidates, for the fewest slots that any of them needs and for the slots of the cheapest contiguous partition:
+
+- the exact program with as many contiguous ranges as the slots have cells, at several limits of rows between the
+  smallest that still fits and the budget;
+- greedy packings, in two orders and by two rules, of pieces: natural pieces of several grains, and the ranges of the
+  exact program when ranges may be joined again for free;
+- the cheapest partition and the packing with fewest bins, repacked a few bins at a time in other depth-first orders.
+
+Each is placed by work. For each number of slots the best few are refined, aligned to the grid and compared once more.
+Fewer slots win unless more of them lower the first objective by more than `SLOT_GAIN`: a slot has a cost of its own.
+"""
+
+import numpy as np
+
+from .align import align
+from .draft import Bin, Draft
+from .packing import ORDERS, pack
+from .partition import cheapest_partition, first_starts
+from .placement import place
+from .refine import refine
+from .repack import repack
+from .units import Units
+
+LIMIT_STEPS = (0.0, 0.06, 0.125, 0.25, 0.5, 1.0)  # where limits lie between the smallest and the budget
+GRAINS = (1, 4, 16)  # natural pieces hold at most the budget divided by one of these
+SLOT_GAIN = 0.01  # share of the first objective that a plan with more slots has to gain
+REFINED = 3  # candidates that are refined, at least
+REFINED_BINS = 400  # and as many as hold this many bins together
+
+
+def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objective: tuple[int, ...]) -> Draft:
+    """The best refined candidate.
+
+    Args:
+        units: what is planned.
+        max_rows: most rows of a microbatch; a unit above it is one of its own.
+        num_replicas: microbatches of a slot.
+        objective: order of comparison, indices into `Draft.objectives()`.
+    """
+    starts = first_starts(units.rows, units.added_rows, max_rows)
+    cheapest = cheapest_partition(units.cut_work, starts)
+    pieces = [units.natural_pieces(max(1, max_rows // grain)) for grain in GRAINS]
+    # every microbatch computes what all units share, so a cut there is free if the range joins another one
+    common = int(units.cut_work[1:].min(initial=0)) if len(units) > 1 else 0
+    joinable = cheapest_partition(np.maximum(units.cut_work - common, 0), starts, most=True)
+    pieces.append(list(zip(joinable, [*joinable[1:], len(units)], strict=True)))
+    packings = [pack(units, p, max_rows, None, order, "fullest") for p in pieces for order in ORDERS]
+    ranges = [list(range(s, e)) for s, e in zip(cheapest, [*cheapest[1:], len(units)], strict=True)]
+    packings += [repack(units, bins, max_rows) for bins in (ranges, min(packings, key=len))]
+    fewest = min(fewest_ranges(units, max_rows), *map(len, packings))
+
+    drafts = []
+    for num_slots in sorted({-(-fewest // num_replicas), -(-len(cheapest) // num_replicas)}):
+        num_cells = num_slots * num_replicas
+        candidates = [bins for bins in packings if len(bins) <= num_cells]
+        candidates += _contiguous(units, max_rows, num_cells)
+        candidates += [pack(units, p, max_rows, num_cells, "largest first", "lightest") for p in pieces]
+        for members in candidates:
+            if members is not None:
+                bins = [Bin(m) for m in members] + [Bin([]) for _ in range(num_cells - len(members))]
+                drafts.append(Draft(units, max_rows, num_replicas, bins))
+                place(bins, num_replicas)
+    best: list[Draft] = []
+    for num_slots in sorted({draft.num_slots for draft in drafts}):
+        of_size = most_promising([draft for draft in drafts if draft.num_slots == num_slots], objective)
+        for draft in of_size:
+            refine(draft, objective)
+            align(draft)
+            place(draft.bins, num_replicas)
+        best.append(min(of_size, key=lambda draft: rank(draft, objective)))
+    chosen = best[0]
+    for draft in best[1:]:
+        if rank(draft, objective)[0] < (1 - SLOT_GAIN) * rank(chosen, objective)[0]:
+            chosen = draft
+    return chosen
+
+
+def rank(draft: Draft, objective: tuple[int, ...]) -> tuple[int, ...]:
+    """What plans are compared by: the objectives in order, then fewer slots."""
+    values = draft.objectives()
+    return (*(values[k] for k in objective), draft.num_slots)
+
+
+def most_promising(drafts: list[Draft], objective: tuple[int, ...]) -> list[Draft]:
+    """The drafts worth refining: the best few, more of them if they are small."""
+    drafts = sorted(drafts, key=lambda draft: rank(draft, objective))
+    return drafts[: max(REFINED, REFINED_BINS // len(drafts[0].bins))] if drafts else []
+
+
+def fewest_ranges(units: Units, limit: int) -> int:
+    """Ranges that a contiguous partition within the limit needs at least: each is filled until nothing more fits."""
+    offsets, cuts = units.row_offsets, units.cut
+    start, count = 0, 0
+    while start < len(units):
+        room = limit - cuts[start] + offsets[start]
+        start = max(start + 1, int(np.searchsorted(offsets, room, side="right")) - 1)
+        count += 1
+    return count
+
+
+def _smallest_limit(units: Units, max_rows: int, num_ranges: int) -> int:
+    """The least limit that no unit within the budget exceeds and at which `num_ranges` ranges hold all units."""
+    low = int(units.rows[units.rows <= max_rows].max(initial=1))
+    high = max_rows
+    while low < high:
+        middle = (low + high) // 2
+        if fewest_ranges(units, middle) <= num_ranges:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _contiguous(units: Units, max_rows: int, num_cells: int) -> list[list[list[int]]]:
+    """Exact partitions into as many ranges as there are cells, or into all units if those are fewer."""
+    num_ranges = min(num_cells, len(units))
+    smallest = _smallest_limit(units, max_rows, num_ranges)
+    partitions = []
+    for limit in sorted({round(smallest + step * (max_rows - smallest)) for step in LIMIT_STEPS}):
+        starts = cheapest_partition(units.cut_work, first_starts(units.rows, units.added_rows, limit), num_ranges)
+        if starts is not None:
+            ends = [*starts[1:], len(units)]
+            partitions.append([list(range(s, e)) for s, e in zip(starts, ends, strict=True)])
+    return partitions

@@ -1,0 +1,103 @@
+"""Level two: a plan with sharing windows, never worse than the plan without.
+
+Candidates: for a few numbers of slots, up to those of the plan without windows, the exact program over windows at
+several limits of rows, placed on the grid and refined: trajectories then move between consumers, windows and plain
+microbatches. The plan without windows is one of the candidates.
+"""
+
+import numpy as np
+
+from .align import align
+from .draft import Draft, SharedPrefix
+from .level_one import most_promising, rank
+from .refine import refine
+from .reseat import reseat
+from .units import Units
+from .window_partition import Range, cheapest_windows, shared_prefixes
+from .window_placement import place_windows
+
+LIMIT_STEPS = (0.03, 0.1, 0.3, 1.0)  # where limits lie between the smallest that fits and the budget
+BISECTIONS = 6
+PENALTIES = (0.0, 0.06)  # work that a range is taken to cost in addition, as a share of the limit
+COARSE_UNITS = 600  # units of the exact program; refinement moves the finer ones
+
+
+def plan_with_windows(plain: Draft, max_prefix: int, objective: tuple[int, ...]) -> Draft:
+    """The best refined candidate, or `plain`.
+
+    Args:
+        plain: the plan without windows.
+        max_prefix: longest prefix that a window may share, in rows.
+        objective: order of comparison, indices into `Draft.objectives()`.
+    """
+    units, max_rows, num_replicas = plain.units, plain.max_rows, plain.num_replicas
+    search = _Search(units, max_rows, max_prefix)
+    if plain.num_slots == 1 or not shared_prefixes(search.coarse, max_rows, max_prefix):
+        return plain
+    least = -(-units.total_rows // (max_rows * num_replicas))
+    natural = [-(-search.num_ranges(max_rows, penalty) // num_replicas) for penalty in PENALTIES]
+    middle = (least + plain.num_slots) // 2
+    slot_counts = {middle, (middle + min(*natural, plain.num_slots)) // 2, *natural}
+    drafts: list[Draft] = []
+    for num_slots in [*sorted({min(max(2, n), plain.num_slots) for n in slot_counts}), plain.num_slots]:
+        if num_slots == plain.num_slots and drafts:
+            break
+        for penalty in PENALTIES:
+            drafts += search.candidates(num_slots, num_replicas, penalty)
+    drafts = most_promising(drafts, objective)
+    for draft in drafts:
+        refine(draft, objective)
+        reseat(draft)
+        refine(draft, objective)
+        align(draft)
+        reseat(draft)
+    return min([plain, *drafts], key=lambda draft: rank(draft, objective))
+
+
+class _Search:
+    """Placed partitions of one step; the exact program's results are kept by limit and penalty."""
+
+    def __init__(self, units: Units, max_rows: int, max_prefix: int):
+        self.units, self.max_rows, self.max_prefix = units, max_rows, max_prefix
+        self.coarse = units.coarsened(COARSE_UNITS, max_rows)
+        self.fine = np.searchsorted(units.first, self.coarse.first).tolist()  # first unit of each coarse one
+        self.solved: dict[tuple[int, float], tuple[list[Range], list[SharedPrefix]]] = {}
+
+    def num_ranges(self, limit: int, penalty: float) -> int:
+        """Ranges of the exact program's result."""
+        return len(self._solve(limit, penalty)[0])
+
+    def candidates(self, num_slots: int, num_replicas: int, penalty: float) -> list[Draft]:
+        """Drafts on a grid: at the smallest limit of rows that bisection finds to fit, and at some above."""
+
+        def build(limit: int) -> Draft | None:
+            ranges, windows = self._solve(limit, penalty)
+            return place_windows(self.units, ranges, windows, limit, self.max_rows, num_slots, num_replicas)
+
+        low, high = min(-(-self.units.total_rows // (num_slots * num_replicas)), self.max_rows), self.max_rows
+        drafts = []
+        for _ in range(BISECTIONS):
+            middle = (low + high) // 2
+            draft = build(middle)
+            if draft is None:
+                low = middle
+            else:
+                high = middle
+                drafts.append(draft)
+        drafts = drafts[-2:]
+        for step in LIMIT_STEPS:
+            draft = build(round(high + step * (self.max_rows - high)))
+            if draft is not None:
+                drafts.append(draft)
+        return drafts
+
+    def _solve(self, limit: int, penalty: float) -> tuple[list[Range], list[SharedPrefix]]:
+        if (limit, penalty) not in self.solved:
+            prefixes = shared_prefixes(self.coarse, limit, self.max_prefix)
+            ranges, windows = cheapest_windows(self.coarse, limit, prefixes, round(penalty * limit))
+            fine = self.fine
+            self.solved[limit, penalty] = (
+                [Range(fine[r.start], fine[r.end], r.window) for r in ranges],
+                [SharedPrefix(fine[w.start], fine[w.end], w.tokens) for w in windows],
+            )
+        return self.solved[limit, penalty]
