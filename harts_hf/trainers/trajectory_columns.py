@@ -94,7 +94,7 @@ def _check_table(table: pa.Table, name: str, first: int, vocab_size: int, max_po
         if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             raise TypeError(f"{at(0, 'group')}: must be an integer or a string, got {kind}")
     if "old_log_probs" in table.column_names:
-        old, old_lengths = _flatten(table, "old_log_probs", at, missing=np.nan)
+        old, old_lengths = _flatten(table, "old_log_probs", at, fill=np.nan)
         _require_same_lengths(old_lengths, lengths, lambda i: at(i, "old_log_probs"))
         if old.dtype.kind not in "fiu":
             raise TypeError(f"{at(0, 'old_log_probs')}: must be numbers, got {old.dtype}")
@@ -116,10 +116,10 @@ def _column(table: pa.Table, field: str, at) -> pa.Array:
     return column
 
 
-def _flatten(table: pa.Table, field: str, at, missing: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+def _flatten(table: pa.Table, field: str, at, fill: float | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Values of a list column, one trajectory after another, and the length of each.
 
-    A missing entry becomes `missing`, or is refused without one.
+    A missing entry becomes `fill`, or is refused without one.
     """
     column = _column(table, field, at)
     if pa.types.is_fixed_size_list(column.type):
@@ -128,8 +128,8 @@ def _flatten(table: pa.Table, field: str, at, missing: float | None = None) -> t
         raise TypeError(f"{at(0, field)}: must be a list with one entry per token, got {column.type}")
     values = column.flatten()
     lengths = column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
-    if values.null_count and missing is not None and pa.types.is_floating(values.type):
-        values = values.fill_null(missing)
+    if values.null_count and fill is not None and pa.types.is_floating(values.type):
+        values = values.fill_null(fill)
     if values.null_count:
         owner = np.repeat(np.arange(len(lengths)), lengths)
         missing = np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0]
