@@ -299,9 +299,13 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
 
     # ---- pieces
 
+    @property
+    def _text_config(self):
+        return causal_lm_of(self.accelerator.unwrap_model(self.model)).config.get_text_config()
+
     def _plan(self, placed: Sequence[PlacedTrajectory]) -> StepPlan:
         tree = PrefixTree.from_sequences([t.token_ids for t in placed])
-        check_token_ids(tree, causal_lm_of(self.accelerator.unwrap_model(self.model)).config.get_text_config())
+        check_token_ids(tree, self._text_config)
         return plan_step(tree, self.max_tokens_per_microbatch)
 
     def _micro_steps_done(self) -> int:
@@ -337,7 +341,6 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
     def _router_sums(
         self, result: MicrobatchResult, own: Sequence[PlacedTrajectory], num_micro_batches: int
     ) -> RouterSums:
-        config = causal_lm_of(self.accelerator.unwrap_model(self.model)).config.get_text_config()
         weights = group_weights(result.batch, own, num_micro_batches)
         assert result.output.router_logits is not None  # asked for wherever sums are
-        return router_sums(result.output.router_logits, weights, config.num_experts_per_tok)
+        return router_sums(result.output.router_logits, weights, self._text_config.num_experts_per_tok)
