@@ -43,6 +43,8 @@ def main(folder: Path) -> None:
         first = parameter.clone()
         torch.distributed.broadcast(first, src=0)
         assert torch.equal(first, parameter), f"{name} differs between ranks"
+    torch.distributed.barrier()  # a rank that leaves while the other still communicates aborts it
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
