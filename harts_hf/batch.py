@@ -1,4 +1,4 @@
-"""CompactBatch: the tensors of one prefix tree, the only place where a plan becomes tensors.
+"""CompactBatch: the tensors of one prefix tree.
 
 A batch holds each row's token once, in the tree's depth-first order, and the index tables that the layers need: who
 may attend to whom, which chunks the linear-attention kernel runs and where each starts, which rows a causal
@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from harts_hf.kernels.chunk_layout import ChunkLayout, PackedCallLayout
+from harts_hf.kernels.chunk_layout import ChunkLayout
 from harts_hf.kernels.tree_attention import AttentionLayout
-from harts_hf.planning.chunks import plan_chunks, plan_packed_calls
+from harts_hf.kernels.tree_conv import ConvLayout
+from harts_hf.layouts import make_chunk_layout
 from harts_hf.planning.rounds import RoundPlan, plan_rounds
 from harts_hf.tree import PrefixTree
 
@@ -73,8 +74,8 @@ class CompactBatch:
         self.score_targets = self._tensor(tree.token_ids[score_rows])
         self._attention: AttentionLayout | None = None
         self._rounds: dict[int, RoundPlan] = {}
-        self._chunks: dict[int, ChunkLayout] = {}
-        self._ancestors: dict[int, torch.Tensor] = {}
+        self._chunks: dict[tuple[int, tuple[int, ...]], ChunkLayout] = {}
+        self._convs: dict[int, ConvLayout] = {}
 
     @property
     def num_rows(self) -> int:
@@ -109,44 +110,32 @@ class CompactBatch:
         """Round plans that the model has asked for: one for a hybrid model, none for a softmax model."""
         return tuple(self._rounds.values())
 
-    def chunk_layout(self, chunk_size: int = 64) -> ChunkLayout:
-        """Chunks of the linear-attention kernels, as tensors."""
-        if chunk_size not in self._chunks:
-            rounds = self.round_plan(chunk_size)
-            chunks = plan_chunks(rounds)
-            calls = plan_packed_calls(rounds)
-            self._chunks[chunk_size] = ChunkLayout(
-                chunk_size=chunk_size,
-                rows=self._tensor(chunks.rows),
-                parent=self._tensor(chunks.parent),
-                level_offsets=tuple(int(x) for x in chunks.level_offsets),
-                output_slot=self._tensor(chunks.output_slot),
-                packed_calls=tuple(
-                    PackedCallLayout(
-                        rows=self._tensor(call.rows),
-                        cu_seqlens=self._tensor(call.cu_seqlens),
-                        source=self._tensor(call.source),
-                        output_positions=self._tensor(call.output_positions),
-                        output_rows=self._tensor(call.output_rows),
-                    )
-                    for call in calls
-                ),
-            )
-        return self._chunks[chunk_size]
+    def chunk_layout(self, chunk_size: int = 64, boundary_rows: Sequence[int] = ()) -> ChunkLayout:
+        """Chunks of the linear-attention kernels, as tensors.
 
-    def ancestors(self, width: int) -> torch.Tensor:
-        """Rows that a causal convolution of `width` taps reads.
+        Args:
+            chunk_size: tokens of a chunk, counted from each trajectory's start.
+            boundary_rows: rows, each the last of a full chunk, after which the kernels return their states.
 
-        Returns:
-            `[C, width]`, int64: oldest first, the row itself last; -1 before the trajectory's start.
+        Raises:
+            ValueError: a boundary row is not the last of a full chunk, or is given twice.
         """
-        if width not in self._ancestors:
+        key = chunk_size, tuple(boundary_rows)
+        if key not in self._chunks:
+            self._chunks[key] = make_chunk_layout(
+                self.tree, self.round_plan(chunk_size), self._tensor, boundary_rows=key[1]
+            )
+        return self._chunks[key]
+
+    def conv_layout(self, width: int) -> ConvLayout:
+        """Rows that a causal convolution of `width` taps reads."""
+        if width not in self._convs:
             columns = [np.arange(self.num_rows)]
             for _ in range(width - 1):
                 row = columns[-1]
                 columns.append(np.where(row >= 0, self.tree.parent[row], -1))
-            self._ancestors[width] = self._tensor(np.stack(columns[::-1], axis=1))
-        return self._ancestors[width]
+            self._convs[width] = ConvLayout(self._tensor(np.stack(columns[::-1], axis=1)))
+        return self._convs[width]
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

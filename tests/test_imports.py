@@ -15,6 +15,7 @@ PACKAGE = ROOT / "harts_hf"
 LAYERS = (
     ("tree", "kernels"),
     ("planning",),
+    ("layouts",),
     ("batch",),
     ("models",),
     ("forward",),
@@ -30,6 +31,7 @@ PACKAGES = {
     "tree": {"numpy"},
     "planning": {"numpy"},
     "kernels": {"torch", "triton", "fla"},
+    "layouts": {"numpy", "torch"},
     "batch": {"numpy", "torch"},
     "models": {"numpy", "torch", "transformers", "packaging"},
     "forward": {"numpy", "torch"},

@@ -6,19 +6,17 @@ fp64 may be twice that of Transformers' own function on each trajectory alone, p
 for the packed calls against flash-linear-attention on each trajectory alone.
 """
 
+import dataclasses
 import functools
-import importlib.metadata
 
 import numpy as np
 import pytest
 import torch
 from forests import random_forest, shapes
-from packaging.version import Version
 
 from harts_hf.batch import CompactBatch
-from harts_hf.kernels.chunk_layout import ChunkLayout
 from harts_hf.kernels.linear_attention import tree_gated_delta_rule, tree_kda
-from harts_hf.kernels.linear_attention_rounds import load_packed_function, run_rounds
+from harts_hf.kernels.linear_attention_packed import run_packed_calls
 from harts_hf.tree import PrefixTree
 
 VOCAB = 50
@@ -27,11 +25,6 @@ KINDS = tuple(TREE_FUNCTIONS)
 NAMES = ("output", "q", "k", "v", "g", "beta")
 SHAPES = dict(shapes(np.random.default_rng(0), VOCAB))
 FP64_TOLERANCE = 1e-12  # a few hundred roundings of 1e-16 in sequence; measured: 5e-15 at most
-
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device and flash-linear-attention"),
-]
 
 
 class Expanded:
@@ -142,13 +135,15 @@ def tree_results(kind, layout, inputs, expanded, implementation="torch", use_qk_
     function = functools.partial(
         TREE_FUNCTIONS[kind], layout=layout, use_qk_l2norm=use_qk_l2norm, implementation=implementation
     )
-    return expanded.results(function, inputs, is_tree=True)
+    return expanded.results(lambda *x: function(*x).output, inputs, is_tree=True)
 
 
 def rounds_results(layout, inputs, expanded, packed=packed_recurrence):
     scale = inputs[0].shape[-1] ** -0.5
-    function = functools.partial(run_rounds, layout=layout, scale=scale, use_qk_l2norm=True, packed=packed)
-    return expanded.results(function, inputs, is_tree=True)
+    options = {"scale": scale, "use_qk_l2norm": True, "packed": packed}
+    return expanded.results(
+        lambda *x: run_packed_calls(*x, None, layout.packed_calls, **options)[0], inputs, is_tree=True
+    )
 
 
 def alone_results(inputs, expanded, use_qk_l2norm=True):
@@ -193,7 +188,8 @@ def test_scale_and_unnormalised_keys(kind):
     expected = expanded.results(lambda *x: recurrence(*x, 0.7, False)[0], inputs, is_tree=False)
     for implementation in ("torch", "reference"):
         function = functools.partial(TREE_FUNCTIONS[kind], layout=layout, scale=0.7, implementation=implementation)
-        assert_exact(expanded.results(function, inputs, is_tree=True), expected, implementation)
+        found = expanded.results(lambda *x, f=function: f(*x).output, inputs, is_tree=True)
+        assert_exact(found, expected, implementation)
 
 
 def transformers_function(kind):
@@ -239,8 +235,7 @@ def test_wrong_layouts_are_caught(kind):
     expected = alone_results(inputs, expanded)
 
     def replace(**fields):
-        names = ("chunk_size", "rows", "parent", "level_offsets", "output_slot", "packed_calls")
-        return ChunkLayout(**{name: fields.get(name, getattr(layout, name)) for name in names})
+        return dataclasses.replace(layout, **fields)
 
     owned = torch.zeros(layout.rows.numel(), dtype=torch.bool)
     owned[layout.output_slot] = True
@@ -255,10 +250,10 @@ def test_wrong_layouts_are_caught(kind):
         found = errors(tree_results(kind, wrong, inputs, expanded), expected)
         assert found["output"] > 1e-3 and found["k"] > 1e-3
 
-    calls = list(layout.packed_calls)
-    fields = {name: getattr(calls[1], name) for name in ("rows", "cu_seqlens", "output_positions", "output_rows")}
-    calls[1] = type(calls[1])(source=torch.full_like(calls[1].source, -1), **fields)
-    found = errors(rounds_results(replace(packed_calls=tuple(calls)), inputs, expanded), expected)
+    calls = list(layout.packed_calls.calls)
+    calls[1] = dataclasses.replace(calls[1], source=torch.full_like(calls[1].source, -1))
+    wrong_calls = dataclasses.replace(layout.packed_calls, calls=tuple(calls))
+    found = errors(rounds_results(replace(make_packed_calls=lambda: wrong_calls), inputs, expanded), expected)
     assert found["output"] > 1e-3 and found["k"] > 1e-3
 
 
@@ -270,7 +265,7 @@ def test_a_branch_does_not_touch_others(kind):
     layout = batch.chunk_layout()
     inputs = make_inputs(kind, batch.num_rows, seed=5, dtype=torch.float32)
     function = functools.partial(TREE_FUNCTIONS[kind], layout=layout, use_qk_l2norm=True)
-    before = function(*inputs)
+    before = function(*inputs).output
     for i in range(len(sequences)):
         rows = batch.rows[i]
         own = torch.from_numpy(rows[batch.tree.counts[rows] == 1])
@@ -279,7 +274,7 @@ def test_a_branch_does_not_touch_others(kind):
         changed = [x.clone() for x in inputs]
         for x in changed[:3]:
             x[own] = 1e3 * torch.randn_like(x[own])
-        after = function(*changed)
+        after = function(*changed).output
         assert torch.equal(after[others], before[others])
         assert len(own) == 0 or not torch.equal(after[own], before[own])
 
@@ -287,9 +282,9 @@ def test_a_branch_does_not_touch_others(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_autocast_does_not_lower_the_precision(kind):
     layout, inputs, _ = setting(SHAPES["star"], kind, seed=6, dtype=torch.float32)
-    plain = TREE_FUNCTIONS[kind](*inputs, layout)
+    plain = TREE_FUNCTIONS[kind](*inputs, layout).output
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(TREE_FUNCTIONS[kind](*inputs, layout), plain)
+        assert torch.equal(TREE_FUNCTIONS[kind](*inputs, layout).output, plain)
 
 
 def test_inputs_that_do_not_fit_raise():
@@ -306,61 +301,11 @@ def test_inputs_that_do_not_fit_raise():
         tree_kda(q, k, v, g, beta[:, :1], layout)
     with pytest.raises(ValueError, match="dtype"):
         tree_kda(q.bfloat16(), k, v, g, beta, layout)
-    with pytest.raises(ValueError, match=r"unknown implementation 'triton', expected one of \('torch', 'rounds', "):
+    with pytest.raises(ValueError, match=r"unknown implementation 'triton', expected one of \('tree', 'torch', "):
         tree_kda(q, k, v, g, beta, layout, implementation="triton")
-    with pytest.raises(ValueError, match="needs CUDA tensors"):
-        tree_kda(q, k, v, g, beta, layout, implementation="rounds")
+    for implementation in ("tree", "rounds", "nodewise"):
+        with pytest.raises(ValueError, match="needs CUDA tensors"):
+            tree_kda(q, k, v, g, beta, layout, implementation=implementation)
     odd_chunks = setting(SHAPES["star"], "kda", seed=7, chunk_size=48, dtype=torch.float32)[0]
     with pytest.raises(ValueError, match="power of two"):
         tree_kda(q, k, v, g, beta, odd_chunks)
-
-
-class TestOnGpu:
-    """Packed calls of flash-linear-attention, against itself on each trajectory alone and the twin in fp64."""
-
-    pytestmark = gpu
-
-    @staticmethod
-    def case(kind, dtype, decay="mixed", backward=True):
-        if backward and kind == "gated_delta_rule" and torch.cuda.get_device_capability()[0] == 9:
-            version = Version(importlib.metadata.version("triton"))
-            if Version("3.4.0") <= version < Version("3.7.1"):  # fla 0.6 refuses (its issue 640)
-                pytest.skip(f"Gated DeltaNet's backward needs Triton 3.7.1 or later on Hopper, this is {version}")
-        batch = CompactBatch(PrefixTree.from_sequences(SHAPES["fork at 129"] + SHAPES["star"]), device="cuda")
-        options = {"heads": (1, 2), "dims": (64, 32), "decay": decay, "dtype": dtype}
-        inputs = [x.cuda() for x in make_inputs(kind, batch.num_rows, seed=8, **options)]
-        expanded = Expanded(batch.tree, 8, *inputs[2].shape[1:])
-        return batch.chunk_layout(), inputs, expanded
-
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_precision_is_that_of_trajectories_alone(self, kind, dtype):
-        """Against the twin in fp64, at most twice the error that the kernels make on each trajectory alone."""
-        layout, inputs, expanded = self.case(kind, dtype)
-        expected = tree_results(kind, layout, [x.double() for x in inputs], expanded)
-        packed = load_packed_function(kind)
-
-        def alone(*x):
-            return packed(*x[:3], g=x[3].float(), beta=x[4], use_qk_l2norm_in_kernel=True)[0]
-
-        baseline = errors(expanded.results(alone, inputs, is_tree=False), expected)
-        for name, error in errors(tree_results(kind, layout, inputs, expanded, None), expected).items():
-            assert error <= 2 * baseline[name] + torch.finfo(dtype).eps, (name, error, baseline[name])
-
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_a_trajectory_is_bit_identical_to_running_it_alone(self, kind):
-        layout, inputs, expanded = self.case(kind, torch.bfloat16, backward=False)
-        output = TREE_FUNCTIONS[kind](*inputs, layout, use_qk_l2norm=True)
-        packed = load_packed_function(kind)
-        for rows, valid in zip(expanded.rows, expanded.valid, strict=True):
-            rows = rows[valid].cuda()
-            q, k, v, g, beta = (x[rows][None] for x in inputs)
-            alone, _ = packed(q, k, v, g=g.float(), beta=beta, use_qk_l2norm_in_kernel=True)
-            assert torch.equal(output[rows], alone[0])
-
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_gradients_are_deterministic(self, kind):
-        layout, inputs, expanded = self.case(kind, torch.bfloat16)
-        first = tree_results(kind, layout, inputs, expanded, "rounds")
-        second = tree_results(kind, layout, inputs, expanded, "rounds")
-        assert all(torch.equal(first[name], second[name]) for name in NAMES)

@@ -9,7 +9,8 @@ import pytest
 from forests import random_forest, shapes
 from small_forests import all_tiny_forests, failures_name, small_forest
 
-from harts_hf.planning.chunks import plan_chunks, plan_packed_calls
+from harts_hf.planning.chunks import plan_chunks
+from harts_hf.planning.packed_calls import plan_packed_calls
 from harts_hf.planning.rounds import plan_rounds
 from harts_hf.tree import PrefixTree
 
@@ -183,6 +184,9 @@ def check_calls(tree, rounds, calls):
         assert (np.diff(call.cu_seqlens) > 0).all()
         np.testing.assert_array_equal(call.rows[call.output_positions], call.output_rows)
         assert [call_of_piece[source] if source >= 0 else -1 for source in call.source] == [k - 1] * len(call.source)
+        roots = np.flatnonzero(tree.parent < 0)
+        for begin, source in zip(call.cu_seqlens, call.source, strict=False):
+            assert source >= 0 or call.rows[begin] == roots[-1 - source]
         call_of_piece += [k] * len(call.source)
 
 
@@ -191,7 +195,7 @@ def check_everything(sequences, chunk_size):
     tree = PrefixTree.from_sequences(sequences)
     rounds = plan_rounds(tree, chunk_size)
     chunks = plan_chunks(rounds)
-    calls = plan_packed_calls(rounds)
+    calls = plan_packed_calls(rounds).calls
     children = children_by_prefix(sequences)
     choices = set(rounds_of_every_choice(children, chunk_size))
     assert rounds.num_rounds == min(choices)
@@ -236,10 +240,10 @@ def test_shapes_at_the_kernels_chunk_size():
             assert rounds.replay_tokens == replay_of_forks(children_by_prefix(sequences), 64)
             check_rounds(tree, rounds)
             check_chunks(tree, rounds, plan_chunks(rounds))
-            check_calls(tree, rounds, plan_packed_calls(rounds))
+            check_calls(tree, rounds, plan_packed_calls(rounds).calls)
             alone = values_alone(tree, 64)
             assert values_of_chunks(tree, plan_chunks(rounds)) == alone
-            assert values_of_calls(tree, plan_packed_calls(rounds), 64) == alone
+            assert values_of_calls(tree, plan_packed_calls(rounds).calls, 64) == alone
 
 
 def test_forests_with_many_forks_on_long_paths():
@@ -252,7 +256,7 @@ def test_forests_with_many_forks_on_long_paths():
             check_rounds(tree, rounds)
             alone = values_alone(tree, 16)
             assert values_of_chunks(tree, plan_chunks(rounds)) == alone
-            assert values_of_calls(tree, plan_packed_calls(rounds), 16) == alone
+            assert values_of_calls(tree, plan_packed_calls(rounds).calls, 16) == alone
 
 
 def test_a_binary_tree_takes_a_round_per_level():
@@ -270,13 +274,13 @@ def test_without_replay_or_with_shifted_chunks_the_values_differ():
     plan = plan_rounds(tree, 4)
     assert plan.replay.tolist() == [0, 1]
     alone = values_alone(tree, 4)
-    assert values_of_calls(tree, plan_packed_calls(plan), 4) == alone
+    assert values_of_calls(tree, plan_packed_calls(plan).calls, 4) == alone
 
     kept = ~plan.is_replayed
     no_replay = dataclasses.replace(
         plan, rows=plan.rows[kept], cu_seqlens=plan.cu_seqlens - [0, 0, 1], replay=np.array([0, 0])
     )
-    assert values_of_calls(tree, plan_packed_calls(no_replay), 4) != alone
+    assert values_of_calls(tree, plan_packed_calls(no_replay).calls, 4) != alone
     chunks = plan_chunks(plan)
     wrong_parent = dataclasses.replace(chunks, parent=np.full_like(chunks.parent, -1))
     assert values_of_chunks(tree, wrong_parent) != alone
@@ -288,7 +292,7 @@ def test_one_trajectory_is_one_sequence():
     assert (only.round, only.replay, only.source, only.start) == (0, 0, -1, 0)
     assert only.rows.tolist() == [0, 1, 2]
     assert plan_chunks(rounds).rows.tolist() == [[0, 1], [2, -1]]
-    (call,) = plan_packed_calls(rounds)
+    (call,) = plan_packed_calls(rounds).calls
     assert call.rows.tolist() == [0, 1, 2]
 
 
@@ -309,7 +313,7 @@ def plan_all(sequences):
     start = time.perf_counter()
     rounds = plan_rounds(tree)
     chunks = plan_chunks(rounds)
-    calls = plan_packed_calls(rounds)
+    calls = plan_packed_calls(rounds).calls
     return tree, rounds, chunks, calls, time.perf_counter() - start
 
 

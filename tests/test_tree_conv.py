@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from forests import random_forest, shapes
 
 from harts_hf.batch import CompactBatch
-from harts_hf.kernels.tree_conv import tree_causal_conv
+from harts_hf.kernels.tree_conv import ConvLayout, tree_causal_conv
 from harts_hf.tree import PrefixTree
 
 VOCAB = 50
@@ -43,12 +43,14 @@ def results(function, inputs, rows, weights):
     return [torch.cat(outputs).detach()] + [x.grad for x in inputs if x is not None]
 
 
-def tree_results(batch, inputs, weights, ancestors, activation):
+def tree_results(batch, inputs, weights, layout, activation, implementation=None):
     output = {}  # computed once for all trajectories
 
     def function(x, weight, bias, rows):
         if not output:
-            output["rows"] = tree_causal_conv(x, weight, bias, ancestors, activation=activation)
+            output["rows"] = tree_causal_conv(
+                x, weight, bias, layout, activation=activation, implementation=implementation
+            )
         return output["rows"][rows]
 
     return results(function, inputs, batch.rows, weights)
@@ -65,7 +67,7 @@ def relative_error(actual, expected):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_equals_trajectories_alone(shape):
     batch, inputs, weights = setting(SHAPES[shape], seed=1)
-    actual = tree_results(batch, inputs, weights, batch.ancestors(4), "silu")
+    actual = tree_results(batch, inputs, weights, batch.conv_layout(4), "silu")
     for a, e in zip(actual, alone_results(batch, inputs, weights, "silu"), strict=True):
         assert relative_error(a, e) < FP64_TOLERANCE
 
@@ -75,7 +77,7 @@ def test_random_forests_equal_trajectories_alone(seed):
     sequences = random_forest(np.random.default_rng(seed), VOCAB, max_tokens=30, max_trajectories=10)
     width, activation, has_bias = (1, 2, 3, 4, 5)[seed % 5], (None, "silu", "swish")[seed % 3], seed % 2 == 0
     batch, inputs, weights = setting(sequences, seed, width=width, dim=3, has_bias=has_bias)
-    actual = tree_results(batch, inputs, weights, batch.ancestors(width), activation)
+    actual = tree_results(batch, inputs, weights, batch.conv_layout(width), activation)
     for a, e in zip(actual, alone_results(batch, inputs, weights, activation), strict=True):
         assert relative_error(a, e) < FP64_TOLERANCE, f"seed {seed}, lengths {[len(s) for s in sequences]}"
 
@@ -94,7 +96,7 @@ def test_precision_is_that_of_conv1d(dtype, weight_dtype):
     batch, inputs, weights = setting(SHAPES["star"], seed=2, dtype=dtype, weight_dtype=weight_dtype)
     expected = alone_results(batch, [x.double() for x in inputs], weights, "silu")
     baseline = alone_results(batch, inputs, weights, "silu")
-    actual = tree_results(batch, inputs, weights, batch.ancestors(4), "silu")
+    actual = tree_results(batch, inputs, weights, batch.conv_layout(4), "silu")
     band = max(torch.finfo(dtype).eps, torch.finfo(weight_dtype).eps)
     for a, b, e in zip(actual, baseline, expected, strict=True):
         assert a.dtype == b.dtype
@@ -106,18 +108,18 @@ def test_wrong_ancestors_are_caught():
     batch, inputs, weights = setting(SHAPES["star"], seed=3)
     expected = alone_results(batch, inputs, weights, None)
     rows_before = torch.arange(batch.num_rows)[:, None] + torch.arange(-3, 1)
-    actual = tree_results(batch, inputs, weights, rows_before.clamp(min=-1), None)
+    actual = tree_results(batch, inputs, weights, ConvLayout(rows_before.clamp(min=-1)), None)
     assert relative_error(actual[0], expected[0]) > 1e-2 and relative_error(actual[1], expected[1]) > 1e-2
 
 
 def test_a_branch_does_not_touch_others():
     batch, (x, weight, bias), _ = setting(SHAPES["one-token branches"], seed=4, dtype=torch.float32)
-    before = tree_causal_conv(x, weight, bias, batch.ancestors(4))
+    before = tree_causal_conv(x, weight, bias, batch.conv_layout(4))
     for rows in batch.rows:
         own = torch.from_numpy(rows[batch.tree.counts[rows] == 1])
         changed = x.clone()
         changed[own] = float("nan")
-        after = tree_causal_conv(changed, weight, bias, batch.ancestors(4))
+        after = tree_causal_conv(changed, weight, bias, batch.conv_layout(4))
         others = torch.ones(batch.num_rows, dtype=torch.bool)
         others[own] = False
         assert torch.equal(after[others], before[others]) and after[own].isnan().all()
@@ -126,20 +128,20 @@ def test_a_branch_does_not_touch_others():
 def test_inputs_that_do_not_fit_raise():
     batch, (x, weight, bias), _ = setting(SHAPES["star"], seed=5)
     with pytest.raises(ValueError, match="unknown activation 'gelu'"):
-        tree_causal_conv(x, weight, bias, batch.ancestors(4), activation="gelu")
+        tree_causal_conv(x, weight, bias, batch.conv_layout(4), activation="gelu")
     with pytest.raises(ValueError, match=r"ancestors must be \[C, W\]"):
-        tree_causal_conv(x, weight, bias, batch.ancestors(3))
+        tree_causal_conv(x, weight, bias, batch.conv_layout(3))
     with pytest.raises(ValueError, match=r"weight \[D, W\]"):
-        tree_causal_conv(x, weight.t(), bias, batch.ancestors(4))
+        tree_causal_conv(x, weight.t(), bias, batch.conv_layout(4))
     with pytest.raises(ValueError, match="bias must have shape"):
-        tree_causal_conv(x, weight, bias[1:], batch.ancestors(4))
+        tree_causal_conv(x, weight, bias[1:], batch.conv_layout(4))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_equals_cpu_and_gradients_are_deterministic():
     batch, inputs, weights = setting(SHAPES["star"], seed=6)
-    ancestors = batch.ancestors(4)
+    ancestors = batch.conv_layout(4)
     expected = tree_results(batch, inputs, weights, ancestors, "silu")
     on_cuda = [x.cuda() for x in inputs]
     runs = [tree_results(batch, on_cuda, [w.cuda() for w in weights], ancestors.cuda(), "silu") for _ in range(2)]

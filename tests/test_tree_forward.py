@@ -29,6 +29,7 @@ from harts_hf import (
 )
 from harts_hf.batch import CompactBatch
 from harts_hf.execution import ForwardOptions, Trajectory, forward_plan
+from harts_hf.kernels.tree_conv import ConvLayout
 from harts_hf.planning.microbatches import plan_step
 from harts_hf.tree import PrefixTree
 
@@ -247,9 +248,9 @@ def test_negative_controls(broken, monkeypatch):
     """With one mechanism broken on purpose the comparison fails, so it can fail."""
     original_chunks = CompactBatch.chunk_layout
 
-    def ancestors(self, width):  # the conv reads the rows before it, whatever branch they are on
+    def conv_layout(self, width):  # the conv reads the rows before it, whatever branch they are on
         rows = torch.arange(self.num_rows)[:, None] + torch.arange(1 - width, 1)[None]
-        return rows.clamp(min=-1)
+        return ConvLayout(rows.clamp(min=-1))
 
     def chunk_layout(self, chunk_size=64):  # branches start from nothing
         layout = original_chunks(self, chunk_size)
@@ -267,7 +268,7 @@ def test_negative_controls(broken, monkeypatch):
 
     monkeypatch.setattr(CompactBatch, "__init__", init)
     if broken == "conv":
-        monkeypatch.setattr(CompactBatch, "ancestors", ancestors)
+        monkeypatch.setattr(CompactBatch, "conv_layout", conv_layout)
     if broken == "state":
         monkeypatch.setattr(CompactBatch, "chunk_layout", chunk_layout)
     rng = np.random.default_rng(17)

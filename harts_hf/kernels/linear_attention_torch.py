@@ -23,15 +23,16 @@ def run_chunks(
     v: torch.Tensor,  # [C, H, V]
     g: torch.Tensor,  # [C, H, K], or [C, H, 1] for one decay per head
     beta: torch.Tensor,  # [C, H]
+    initial_states: torch.Tensor | None,  # [num_roots, H, K, V]
     layout: ChunkLayout,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The recurrence of `linear_attention_reference.run_recurrence`, chunkwise.
 
     Queries are scaled and normalised already. Differentiable: gradients of replayed rows add to those of the rows they
     replay.
 
     Returns:
-        `[C, H, V]` in the inputs' dtype.
+        `[C, H, V]`, and the requested states `[M, H, K, V]`, in the inputs' dtype.
     """
     slots = layout.rows.flatten()
     q, k, v, g, beta = (_to_chunks(x, slots, layout) for x in (q, k, v, g, beta[..., None]))  # [N, H, B, .]
@@ -45,9 +46,12 @@ def run_chunks(
     u, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
 
     # Stages 2 and 3
-    states, values = _recurrence(u, w, k * (end - g).exp(), end.exp().mT, layout)
+    k_to_end, end_decay = k * (end - g).exp(), end.exp().mT
+    states, values = _recurrence(u, w, k_to_end, end_decay, initial_states, layout)
     output = (q * decay) @ states + scores_qk @ values  # [N, H, B, V]
-    return gather_rows(output.transpose(1, 2).flatten(0, 1), layout.output_slot)
+    last = layout.boundary_chunks
+    boundary_states = states[last] * end_decay[last] + k_to_end[last].mT @ values[last]
+    return gather_rows(output.transpose(1, 2).flatten(0, 1), layout.output_slot), boundary_states
 
 
 def _to_chunks(x: torch.Tensor, slots: torch.Tensor, layout: ChunkLayout) -> torch.Tensor:
@@ -110,6 +114,7 @@ def _recurrence(
     w: torch.Tensor,  # [N, H, B, K]
     k_to_end: torch.Tensor,  # [N, H, B, K], keys decayed to the chunk's end
     end_decay: torch.Tensor,  # [N, H, K, 1], or [N, H, 1, 1]
+    initial_states: torch.Tensor | None,  # [num_roots, H, K, V]
     layout: ChunkLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Initial states `[N, H, K, V]` and values u - w S `[N, H, B, V]` of all chunks, level by level."""
@@ -120,8 +125,10 @@ def _recurrence(
     states, values = [], []
     end_states = u.new_zeros(0)
     for level, (u_l, w_l, k_l, decay_l, parent_l) in enumerate(levels):
-        if level == 0:
+        if level == 0 and initial_states is None:
             state = u.new_zeros(len(u_l), u.shape[1], w.shape[-1], u.shape[-1])
+        elif level == 0:
+            state = gather_rows(initial_states, layout.root)
         else:
             state = gather_rows(end_states, parent_l - offsets[level - 1])
         value = u_l - w_l @ state

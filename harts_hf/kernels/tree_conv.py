@@ -1,35 +1,62 @@
 """Causal depthwise convolution on a prefix tree: each row reads its ancestors, never a sibling branch."""
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from .gather_rows import add_rows, gather_rows
+from .row_sums import RowSums
 
 _ACTIVATIONS = (None, "silu", "swish")
+
+
+@dataclass(frozen=True, eq=False)
+class ConvLayout:
+    """Rows that a causal convolution of W taps reads.
+
+    Attributes:
+        ancestors (`[C, W]`, int64): oldest first, the row itself last; -1 before the trajectory's start.
+    """
+
+    ancestors: torch.Tensor
+
+    @property
+    def width(self) -> int:
+        """W, taps."""
+        return self.ancestors.shape[1]
+
+    @cached_property
+    def reads(self) -> RowSums:
+        """Reads of each row: `C' * W + tap` of the reading row C'."""
+        return RowSums.from_index(self.ancestors.flatten(), len(self.ancestors))
 
 
 def tree_causal_conv(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    ancestors: torch.Tensor,
+    layout: ConvLayout,
     *,
     activation: str | None = None,
+    implementation: str | None = None,
 ) -> torch.Tensor:
     """For each row, the weighted sum of the row and its W - 1 nearest ancestors, per channel.
 
     Equals `(x[ancestors] * weight.T).sum(1) + bias` with zeros before the trajectory's start: Transformers'
-    `causal_conv1d_fn` on each trajectory alone, keeping each row once. Memory: one row tensor at a time, no
-    `[C, W, D]`; the backward gathers again instead of keeping what the forward read.
+    `causal_conv1d_fn` on each trajectory alone, keeping each row once. Memory: no `[C, W, D]`; the backward reads again
+    instead of keeping what the forward read.
 
     Args:
         x: `[C, D]`, floating point.
         weight: `[D, W]`, floating point, oldest tap first.
         bias: `[D]`, or None.
-        ancestors: `[C, W]`, int64: rows that each row reads, oldest first; -1 before the trajectory's start. The last
-            column is the row itself.
+        layout: rows that each row reads, on the same device.
         activation: None, "silu" or "swish" (the same).
+        implementation: "triton", one kernel with the activation, the default on CUDA; or "torch", one gather per tap,
+            the default elsewhere. "triton" has no fp64.
 
     Returns:
         `[C, D]` in `x`'s dtype. As in Transformers, inputs and the result before the activation are rounded to
@@ -37,7 +64,7 @@ def tree_causal_conv(
         deterministic.
 
     Raises:
-        ValueError: shapes or devices do not agree, or an unknown activation.
+        ValueError: shapes or devices do not agree, or an unknown activation or implementation.
     """
     if activation not in _ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}, expected one of {_ACTIVATIONS}")
@@ -45,6 +72,7 @@ def tree_causal_conv(
         raise ValueError(f"x must be [C, D] and weight [D, W], got {tuple(x.shape)} and {tuple(weight.shape)}")
     if bias is not None and bias.shape != x.shape[1:]:
         raise ValueError(f"bias must have shape {tuple(x.shape[1:])}, got {tuple(bias.shape)}")
+    ancestors = layout.ancestors
     if ancestors.shape != (x.shape[0], weight.shape[1]):
         raise ValueError(
             f"ancestors must be [C, W] = {(x.shape[0], weight.shape[1])}, got {tuple(ancestors.shape)}: its width is "
@@ -52,9 +80,20 @@ def tree_causal_conv(
         )
     devices = {t.device for t in (x, weight, bias, ancestors) if t is not None}
     if len(devices) > 1:
-        raise ValueError(f"x, weight, bias and ancestors must be on one device, got {sorted(map(str, devices))}")
+        raise ValueError(f"x, weight, bias and layout must be on one device, got {sorted(map(str, devices))}")
+    if implementation is None:
+        implementation = "triton" if x.is_cuda and weight.dtype != torch.float64 else "torch"
+    if implementation not in ("triton", "torch"):
+        raise ValueError(f"unknown implementation {implementation!r}, expected 'triton' or 'torch'")
 
-    output = _TreeConv.apply(x.to(weight.dtype).contiguous(), weight, bias, ancestors)
+    rows = x.to(weight.dtype).contiguous()
+    if implementation == "triton":
+        if weight.dtype == torch.float64:
+            raise ValueError("implementation 'triton' has no fp64 kernel: pass implementation='torch'")
+        from .tree_conv_triton import run_tree_conv  # needs Triton
+
+        return run_tree_conv(rows, weight, bias, layout, use_silu=activation is not None).to(x.dtype)
+    output = _TreeConv.apply(rows, weight, bias, ancestors)
     if activation is not None:
         output = F.silu(output)
     return output.to(x.dtype)

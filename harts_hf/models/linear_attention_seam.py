@@ -58,8 +58,8 @@ def _conv_seam(
     harts_batch: CompactBatch,
     **kwargs,  # the model's own keyword arguments: masks and positions that a conv over rows has no use for
 ) -> torch.Tensor:
-    ancestors = harts_batch.ancestors(weight.shape[-1])
-    rows = tree_causal_conv(hidden_states[0].transpose(0, 1), weight, bias, ancestors, activation=activation)
+    layout = harts_batch.conv_layout(weight.shape[-1])
+    rows = tree_causal_conv(hidden_states[0].transpose(0, 1), weight, bias, layout, activation=activation)
     return rows.transpose(0, 1)[None]
 
 
@@ -79,7 +79,7 @@ def _chunk_seam(
 ) -> tuple[torch.Tensor, None]:
     if initial_state is not None or output_final_state:
         raise ValueError("a tree forward has no cache: call the model with use_cache=False")
-    output = _TREE_FUNCTIONS[kind](
+    output, _ = _TREE_FUNCTIONS[kind](
         query[0],
         key[0],
         value[0],

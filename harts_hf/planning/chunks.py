@@ -1,16 +1,15 @@
-"""How the sequences of a RoundPlan reach the kernels: as levels of chunks, or as packed calls.
+"""plan_chunks: a round plan -> chunks sorted by level.
 
-`plan_chunks` serves kernels whose only sequential stage is the recurrence over chunks: everything inside a chunk runs
-at once for all chunks, and the recurrence walks levels. `plan_packed_calls` serves kernels that take packed
-variable-length sequences with initial states and return only final states: a sequence is cut wherever its state is
-needed, and one call runs all pieces whose states are known. Both are index arrays, made once per plan. Loops run over
-pieces, never over tokens.
+For kernels whose only sequential stage is the recurrence over chunks: everything inside a chunk runs at once for all
+chunks, and the recurrence walks levels. Index arrays, made once per plan.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from .boundaries import locate_boundaries
 from .rounds import RoundPlan
 
 
@@ -26,17 +25,21 @@ class ChunkPlan:
         rows (`np.ndarray` of shape `[num_chunks, B]`, int64): row at each slot, replayed rows included; -1 in the
             padding slots past the end of a sequence, always at a chunk's end.
         parent (`np.ndarray` of shape `[num_chunks]`, int64): chunk whose end state is this chunk's initial state,
-            always a full chunk; -1 for the zero state.
+            always a full chunk; -1 for the state above the root.
+        root (`np.ndarray` of shape `[chunks of level 0]`, int64): number of each chunk's root, in row order.
         level_offsets (`np.ndarray` of shape `[num_levels + 1]`, int64): offsets of the levels.
         output_slot (`np.ndarray` of shape `[C]`, int64): flat index `chunk * B + slot` of the one place where each row
             is not replayed.
+        boundary_chunks (`np.ndarray` of shape `[M]`, int64): chunks whose end states are requested.
     """
 
     chunk_size: int
     rows: np.ndarray
     parent: np.ndarray
+    root: np.ndarray
     level_offsets: np.ndarray
     output_slot: np.ndarray
+    boundary_chunks: np.ndarray
 
     @property
     def num_chunks(self) -> int:
@@ -49,30 +52,17 @@ class ChunkPlan:
         return len(self.level_offsets) - 1
 
 
-@dataclass(frozen=True, eq=False)
-class PackedCall:
-    """Pieces that run in one call on packed sequences, each from an initial state, each returning its final state.
-
-    Attributes:
-        rows (`np.ndarray` of shape `[T]`, int64): row of each packed token, replayed rows included.
-        cu_seqlens (`np.ndarray` of shape `[n + 1]`, int64): offsets of the pieces in `rows`.
-        source (`np.ndarray` of shape `[n]`, int64): piece whose final state is the piece's initial state, counted over
-            the pieces of all calls in order; always in an earlier call. -1 for the zero state.
-        output_positions (`np.ndarray` of shape `[R]`, int64): positions in `rows` that are not replayed.
-        output_rows (`np.ndarray` of shape `[R]`, int64): `rows[output_positions]`.
-    """
-
-    rows: np.ndarray
-    cu_seqlens: np.ndarray
-    source: np.ndarray
-    output_positions: np.ndarray
-    output_rows: np.ndarray
-
-
-def plan_chunks(rounds: RoundPlan) -> ChunkPlan:
+def plan_chunks(rounds: RoundPlan, boundary_rows: Sequence[int] = ()) -> ChunkPlan:
     """Cut every sequence into chunks and sort them by level. Linear in tokens, replay included.
 
     Within a level, chunks keep the order of their sequences.
+
+    Args:
+        rounds: sequences of the tree.
+        boundary_rows: different rows, each the last of a full chunk: the states after them are requested.
+
+    Raises:
+        ValueError: a boundary row is not the last of a full chunk, or is given twice.
     """
     size = rounds.chunk_size
     lengths = np.diff(rounds.cu_seqlens)
@@ -100,70 +90,16 @@ def plan_chunks(rounds: RoundPlan) -> ChunkPlan:
     output_slot = np.empty(np.count_nonzero(owned), dtype=np.int64)
     output_slot[rounds.rows[owned]] = slot[owned]
 
+    boundary_sequence, boundary_tokens = locate_boundaries(rounds, boundary_rows)
     num_levels = int(level.max()) + 1
+    rows = rows.reshape(num_chunks, size)
+    level_offsets = np.searchsorted(level[order], np.arange(num_levels + 1))
     return ChunkPlan(
         chunk_size=size,
-        rows=rows.reshape(num_chunks, size),
+        rows=rows,
         parent=np.where(parent < 0, -1, place[parent])[order],
-        level_offsets=np.searchsorted(level[order], np.arange(num_levels + 1)),
+        root=np.unique(rows[: level_offsets[1], 0], return_inverse=True)[1].reshape(-1),
+        level_offsets=level_offsets,
         output_slot=output_slot,
+        boundary_chunks=place[cu_chunks[boundary_sequence] + boundary_tokens // size - 1],
     )
-
-
-def plan_packed_calls(rounds: RoundPlan) -> tuple[PackedCall, ...]:
-    """Cut sequences where another starts from their state, and group the pieces into calls.
-
-    A piece that starts from the zero state runs in call 0, every other one call after its source piece. Within a call,
-    pieces keep the order of their sequences. There are at least `num_rounds` calls: a sequence that is cut runs over
-    several.
-    """
-    lengths = np.diff(rounds.cu_seqlens)
-    needs_state = rounds.source >= 0
-
-    # One key per piece, (sequence, start): the heads of all sequences, and the boundaries where others start.
-    span = int((rounds.start + lengths).max()) + 1
-    head_keys = np.arange(rounds.num_sequences) * span + rounds.start
-    cut_keys = rounds.source[needs_state] * span + rounds.start[needs_state]
-    keys = np.unique(np.concatenate([head_keys, cut_keys]))
-    sequence = keys // span
-    piece_begin = rounds.cu_seqlens[sequence] + keys % span - rounds.start[sequence]
-    piece_lengths = np.diff(piece_begin, append=len(rounds.rows))
-
-    source = np.arange(-1, len(keys) - 1)
-    head_source = np.full(rounds.num_sequences, -1, dtype=np.int64)
-    head_source[needs_state] = np.searchsorted(keys, cut_keys) - 1  # the piece that ends at the cut
-    source[np.searchsorted(keys, head_keys)] = head_source
-
-    calls: list[int] = []
-    for piece_source in source.tolist():  # a source precedes its dependents
-        calls.append(calls[piece_source] + 1 if piece_source >= 0 else 0)
-    call = np.array(calls, dtype=np.int64)
-
-    order = np.argsort(call, kind="stable")
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    source = np.where(source < 0, -1, place[source])[order]
-    cu_pieces = np.zeros(len(order) + 1, dtype=np.int64)
-    np.cumsum(piece_lengths[order], out=cu_pieces[1:])
-    tokens = np.arange(len(rounds.rows)) + np.repeat(piece_begin[order] - cu_pieces[:-1], piece_lengths[order])
-    rows = rounds.rows[tokens]
-    outputs = np.flatnonzero(~rounds.is_replayed[tokens])
-
-    call_pieces = np.searchsorted(call[order], np.arange(max(calls) + 2))
-    call_tokens = cu_pieces[call_pieces]
-    call_outputs = np.searchsorted(outputs, call_tokens)
-    packed = []
-    for k in range(len(call_pieces) - 1):
-        first_piece, end_piece = call_pieces[k], call_pieces[k + 1]
-        call_rows = rows[call_tokens[k] : call_tokens[k + 1]]
-        output_positions = outputs[call_outputs[k] : call_outputs[k + 1]] - call_tokens[k]
-        packed.append(
-            PackedCall(
-                rows=call_rows,
-                cu_seqlens=cu_pieces[first_piece : end_piece + 1] - call_tokens[k],
-                source=source[first_piece:end_piece],
-                output_positions=output_positions,
-                output_rows=call_rows[output_positions],
-            )
-        )
-    return tuple(packed)

@@ -1,0 +1,95 @@
+"""Linear attention on a tree on the GPU: all sequences of all rounds in one launch per stage.
+
+Rows are gathered into packed sequences, replayed rows included; flash-linear-attention's kernels run inside chunks for
+all of them at once, and our recurrence walks the tree between them (`kda_stages.py`, `gated_delta_rule_stages.py`).
+Gradients of replayed rows add, in fp32 and in a fixed order, to those of the rows they replay.
+"""
+
+from types import ModuleType
+
+import torch
+from fla.modules.norm.l2norm import l2norm_bwd, l2norm_fwd
+from torch.autograd.function import once_differentiable
+
+from . import gated_delta_rule_stages, kda_stages
+from .gather_rows_triton import gather, sum_rows
+from .sequence_layout import SequenceLayout
+
+
+def run_tree(
+    q: torch.Tensor,  # [C, Hk, K]
+    k: torch.Tensor,
+    v: torch.Tensor,  # [C, H, V]
+    g: torch.Tensor,  # [C, H, K] or [C, H]
+    beta: torch.Tensor,  # [C, H]
+    initial_states: torch.Tensor | None,  # [num_roots, H, K, V], fp32
+    layout: SequenceLayout,
+    *,
+    scale: float,
+    use_qk_l2norm: bool,
+    safe_gate: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs `[C, H, V]` in `q`'s dtype, and the requested states `[M, H, K, V]` in fp32."""
+    stages = kda_stages if g.dim() == 3 else gated_delta_rule_stages
+    options = {"scale": scale, "has_initial_states": initial_states is not None}
+    if stages is kda_stages:
+        options["safe_gate"] = safe_gate
+    tensors = (x.contiguous() for x in (q, k, v, g, beta))
+    with torch.cuda.device(q.device):
+        return _TreeLinearAttention.apply(*tensors, initial_states, layout, stages, use_qk_l2norm, options)
+
+
+class _TreeLinearAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, q, k, v, g, beta, initial_states, layout: SequenceLayout, stages: ModuleType, use_l2norm, options
+    ):
+        q_rstd = k_rstd = None
+        dtypes = [x.dtype for x in (q, k, v, g, beta)]
+        if use_l2norm:
+            (q, q_rstd), (k, k_rstd) = l2norm_fwd(q), l2norm_fwd(k)
+        q, k, v, g, beta = (gather(x, layout.rows)[None] for x in (q, k, v, g, beta))
+        first_slot = 0 if options["has_initial_states"] else layout.num_roots
+        slots = torch.empty(
+            layout.num_slots - first_slot,
+            *v.shape[2:3],
+            k.shape[-1],
+            v.shape[-1],
+            dtype=torch.float32,
+            device=v.device,
+        )
+        if initial_states is not None:
+            slots[: layout.num_roots] = initial_states
+        output, saved = stages.forward(q, k, v, g, beta, slots, layout, **options)
+        ctx.save_for_backward(q, k, v, beta, q_rstd, k_rstd, slots, *saved)
+        ctx.layout, ctx.stages, ctx.use_l2norm, ctx.options, ctx.dtypes = layout, stages, use_l2norm, options, dtypes
+        return gather(output[0], layout.output_positions), slots[layout.requested_slots - first_slot]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_output, d_states):
+        q, k, v, beta, q_rstd, k_rstd, slots, *saved = ctx.saved_tensors
+        layout = ctx.layout
+        with torch.cuda.device(q.device):
+            do = gather(d_output.contiguous(), layout.owned_rows)[None]
+            d_states = d_states.contiguous() if len(layout.requested_slots) else None
+            dq, dk, dv, dg, dbeta, d_roots = ctx.stages.backward(
+                q, k, v, beta, tuple(saved), slots, do, d_states, layout, **ctx.options
+            )
+            # A replayed token has no output, so its query has no gradient.
+            dq = _to_key_heads(gather(dq[0], layout.output_positions), q.shape[2])
+            dk = _to_key_heads(sum_rows(dk[0], layout.sums, torch.float32), q.shape[2])
+            dv, dg, dbeta = (
+                sum_rows(x[0], layout.sums, dtype) for x, dtype in zip((dv, dg, dbeta), ctx.dtypes[2:], strict=True)
+            )
+            if ctx.use_l2norm:
+                dq = l2norm_bwd(gather(q[0], layout.output_positions), q_rstd, dq)
+                dk = l2norm_bwd(gather(k[0], layout.output_positions), k_rstd, dk)
+        d_roots = d_roots if ctx.options["has_initial_states"] else None
+        return dq.to(ctx.dtypes[0]), dk.to(ctx.dtypes[1]), dv, dg, dbeta, d_roots, None, None, None, None
+
+
+def _to_key_heads(gradient: torch.Tensor, num_key_heads: int) -> torch.Tensor:
+    """`[C, H, K]` -> `[C, Hk, K]`: the sum over the value heads that a key head serves."""
+    group = gradient.shape[1] // num_key_heads
+    return gradient if group == 1 else gradient.unflatten(1, (num_key_heads, group)).sum(2)
