@@ -90,7 +90,6 @@ def test_error_is_that_of_the_stock_model(model_type, dtype):
 
 @pytest.mark.parametrize("model_type", ["bailing_hybrid", "qwen3_5_text"])
 def test_two_runs_give_the_same_bits(model_type):
-    skip_without_a_gated_delta_backward(model_type)
     model = enable_tree_forward(tiny_model(model_type, **GPU_SIZES[model_type]))
     sequences = random_forest(np.random.default_rng(3), VOCAB)
     first, second = (on_gpu(tree_logprobs, model, sequences, torch.float32) for _ in range(2))

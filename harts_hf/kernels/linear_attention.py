@@ -24,8 +24,8 @@ Implementation = Literal["tree", "torch", "rounds", "nodewise", "reference"]
 
 
 class LinearAttentionOutput(NamedTuple):
-    """Outputs `[C, H, V]` in `q`'s dtype, and states `[M, H, K, V]` at the layout's requested boundaries, in fp32 (fp64
-    for fp64 inputs)."""
+    """Outputs `[C, H, V]` in `q`'s dtype, and the states `[M, H, K, V]` at the layout's requested boundaries, in fp32
+    (fp64 for fp64 inputs)."""
 
     output: torch.Tensor
     states: torch.Tensor
@@ -79,8 +79,8 @@ def tree_kda(
         gradients are deterministic.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not agree, gate options that `chunk_kda` refuses, or the implementation
-            is unknown or does not serve the device, the dtype, the chunk size or the options.
+        ValueError: shapes, dtypes or devices do not agree, the gate options are those that `chunk_kda` refuses, or the
+            implementation is unknown or does not serve the device, the dtype, the chunk size or the options.
         ImportError: "tree", "rounds" or "nodewise" without flash-linear-attention.
     """
     _check_inputs(q, k, v, g, beta, initial_states, layout, decay_shape=(*v.shape[:2], q.shape[-1]))

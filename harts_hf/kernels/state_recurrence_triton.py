@@ -40,7 +40,7 @@ def run_states(
             any. Written, unless `slots_are_known`.
         layout: sequences of the tree.
         has_initial_states: whether `slots` begins with the roots' initial states.
-        slots_are_known: recompute from the states in `slots`: nothing waits, and pieces of a sequence run side by side.
+        slots_are_known: recompute from the states in `slots`: nothing waits, pieces of a sequence run side by side.
 
     Returns:
         h `[num_chunks, H, K, V]` and v_new `[T, H, V]`, in the inputs' dtype.

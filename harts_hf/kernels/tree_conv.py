@@ -46,8 +46,8 @@ def tree_causal_conv(
     """For each row, the weighted sum of the row and its W - 1 nearest ancestors, per channel.
 
     Equals `(x[ancestors] * weight.T).sum(1) + bias` with zeros before the trajectory's start: Transformers'
-    `causal_conv1d_fn` on each trajectory alone, keeping each row once. Memory: no `[C, W, D]`; the backward reads again
-    instead of keeping what the forward read.
+    `causal_conv1d_fn` on each trajectory alone, keeping each row once. Memory: no `[C, W, D]`; the backward reads
+    again instead of keeping what the forward read.
 
     Args:
         x: `[C, D]`, floating point.

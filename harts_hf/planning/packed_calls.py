@@ -22,7 +22,7 @@ class PackedCall:
         rows (`np.ndarray` of shape `[T]`, int64): row of each packed token, replayed rows included.
         cu_seqlens (`np.ndarray` of shape `[n + 1]`, int64): offsets of the pieces in `rows`.
         source (`np.ndarray` of shape `[n]`, int64): piece whose final state is the piece's initial state, counted over
-            the pieces of all calls in order; always in an earlier call. -1 - i for the state above root i, in row order.
+            the pieces of all calls in order; always in an earlier call. -1 - i for the state above root i.
         output_positions (`np.ndarray` of shape `[R]`, int64): positions in `rows` that are not replayed.
         output_rows (`np.ndarray` of shape `[R]`, int64): `rows[output_positions]`.
     """

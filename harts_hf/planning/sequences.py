@@ -1,9 +1,9 @@
 """plan_sequences: a round plan -> what each program of the tree kernels runs, and in which order.
 
 All sequences of a tree run in one launch. A program walks one sequence; where another sequence starts from its state
-it leaves that state in a slot, and the other waits for it. Sequences are cut into pieces at those boundaries. Backward,
-the sequences that start from a slot add their gradients in groups, one after another within a group, so that neither
-memory nor time grows badly with thousands of branches at one fork.
+it leaves that state in a slot, and the other waits for it. Sequences are cut into pieces at those boundaries.
+Backward, the sequences that start from a slot add their gradients in groups, one after another within a group, so that
+neither memory nor time grows badly with thousands of branches at one fork.
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,264 @@
+"""Linear attention on trees, on a GPU: the tree kernels against calls of the stock kernel.
+
+    HARTS_ROLLOUTS=... python benchmarks/linear_attention.py [--rows 32768] [--heads 16] [--dim 128] [--only NAME]
+
+The default shapes are Ling-3.0-tiny's. Times are medians over interleaved repeats in one process, after a warm-up, by
+device events; `spread` is the interquartile range over the median. Comparators:
+
+- `packed`: one stock call over the same sequences, replay included, each from the zero state: as many tokens, no tree;
+- `flat`: one stock call over one sequence of as many tokens;
+- `expanded`: one stock call over every trajectory (none above 400,000 tokens);
+- `rounds` and `nodewise`: see `harts_hf/kernels/linear_attention.py`.
+
+Stock Gated DeltaNet cannot run backward on Hopper with Triton 3.4 to 3.7.0; it is timed forward alone there. Trees
+come from rollouts in HARTS_ROLLOUTS; without it the synthetic ones alone are run. Writes a JSON record.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from packaging.version import Version
+
+from harts_hf.batch import CompactBatch
+from harts_hf.kernels.linear_attention import tree_gated_delta_rule, tree_kda
+from harts_hf.kernels.linear_attention_packed import load_packed_function
+from harts_hf.planning.microbatches import plan_step
+from harts_hf.tree import PrefixTree
+
+SEED = 0
+MAX_EXPANDED = 400_000  # tokens of an expanded batch that is still run, in one call
+SETS = (
+    ("swe_treestep_semisynthetic", "tree_step"),
+    ("swe_bench_gemini3", "step_wise_without_thoughts"),
+    ("tau_bench_airline_gpt4o", "tree_step"),
+    ("toolbench_dfs_tree", "tree_step"),
+    ("tot_game24_bfs_tree", "tree_step"),
+)
+BRANCHES = (0, 8, 16, 32, 64)  # boundaries on the chain of the trees that measure the cost of a round
+BRANCH_TOKENS = 64
+
+
+def rollout_trees(folder: Path, max_rows: int):
+    """The fullest microbatch of each set."""
+    sys.path.insert(0, str(folder))
+    import rollouts
+
+    for name, form in SETS:
+        samples = getattr(rollouts, form)(rollouts.load(folder / f"{name}.npz"))
+        sequences = [s.tokens for s in samples if len(s.tokens) <= max_rows]
+        plan = plan_step(sequences, max_rows)
+        fullest = max((m for slot in plan.slots for m in slot if m is not None), key=lambda m: m.rows)
+        yield f"{name}/{form}", [sequences[i] for i in fullest.trajectories]
+
+
+def synthetic_trees(max_rows: int):
+    """A long chain with 60 branches, a wide fork, and chains of equal size with more and more rounds."""
+    rng = np.random.default_rng(SEED)
+    chain = rng.integers(10, 1000, 3 * max_rows // 4)
+    length = max_rows // 4 // 60
+    places = np.linspace(200, len(chain) - 10, 60).astype(int)
+    yield "chain with 60 branches", [chain, *(np.append(chain[:p], rng.integers(1000, 2000, length)) for p in places)]
+    count = (max_rows - 1037) // 300
+    yield "wide fork", [np.append(chain[:1037], rng.integers(1000, 2000, 300)) for _ in range(count)]
+    chain = rng.integers(10, 1000, max_rows // 2)
+    roots = rng.integers(2000, 3000, (max(BRANCHES), BRANCH_TOKENS))
+    for count in BRANCHES:
+        # The branches that do not fork from the chain are trees of their own: the same tokens, no boundary.
+        places = (np.arange(1, count + 1) * (len(chain) // (max(BRANCHES) + 1)) // 64) * 64
+        forks = [np.append(chain[:p], roots[i]) for i, p in enumerate(places)]
+        yield f"{count} boundaries on a chain", [chain, *forks, *roots[count:]]
+
+
+class Case:
+    """One tree's inputs, and the work of every implementation."""
+
+    def __init__(self, sequences, kind: str, heads: int, dim: int):
+        self.kind = kind
+        self.batch = CompactBatch(PrefixTree.from_sequences(sequences), device="cuda")
+        self.layout = self.batch.chunk_layout()
+        self.function = tree_kda if kind == "kda" else tree_gated_delta_rule
+        self.stock = load_packed_function(kind)
+        rows = self.batch.num_rows
+        generator = torch.Generator("cuda").manual_seed(SEED)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator, device="cuda")
+
+        gate = (rows, heads, dim) if kind == "kda" else (rows, heads)
+        self.inputs = [normal(rows, heads, dim).bfloat16() for _ in range(3)]
+        self.inputs += [
+            -torch.nn.functional.softplus(normal(*gate) - 1),
+            torch.sigmoid(normal(rows, heads)).bfloat16(),
+        ]
+        self.weight = normal(rows, heads, dim).bfloat16()
+
+    def tree(self, implementation: str, backward: bool):
+        """Outputs of a tree implementation, after its backward if wanted."""
+        inputs = [x.requires_grad_(backward) for x in self.inputs]
+        with torch.set_grad_enabled(backward):
+            output = self.function(*inputs, self.layout, use_qk_l2norm=True, implementation=implementation).output
+        if backward:
+            torch.autograd.grad(output, inputs, self.weight)
+        return output
+
+    def packed_inputs(self, rows: torch.Tensor, cu_seqlens: torch.Tensor):
+        """Inputs of a stock call over these rows, gathered outside the timing."""
+        inputs = [x.detach()[rows][None] for x in self.inputs]
+        return inputs, self.weight[rows][None], cu_seqlens, cu_seqlens.cpu()
+
+    def call(self, prepared, backward: bool):
+        inputs, weight, cu_seqlens, cu_seqlens_cpu = prepared
+        q, k, v, g, beta = (x.requires_grad_(backward) for x in inputs)
+        with torch.set_grad_enabled(backward):
+            output, _ = self.stock(
+                q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens,
+                cu_seqlens_cpu=cu_seqlens_cpu,
+            )  # fmt: skip
+        if backward:
+            torch.autograd.grad(output, inputs, weight)
+        return output
+
+    def jobs(self, backward: bool) -> dict:
+        """What is timed, by name."""
+        sequences = self.layout.sequences
+        packed = self.packed_inputs(sequences.rows, sequences.cu_seqlens)
+        total = sequences.cu_seqlens[-1:]
+        flat = (*packed[:2], torch.cat([total * 0, total]), torch.tensor([0, int(total)]))
+        jobs = {"tree": lambda: self.tree("tree", backward)}
+        if not backward or self.stock_trains():
+            jobs |= {
+                "packed": lambda: self.call(packed, backward),
+                "flat": lambda: self.call(flat, backward),
+                "rounds": lambda: self.tree("rounds", backward),
+                "nodewise": lambda: self.tree("nodewise", backward),
+            }
+            if self.batch.tree.num_tokens <= MAX_EXPANDED:
+                rows = torch.from_numpy(np.concatenate(self.batch.rows)).cuda()
+                lengths = torch.tensor([0] + [len(r) for r in self.batch.rows], device="cuda")
+                expanded = self.packed_inputs(rows, lengths.cumsum(0))
+                jobs["expanded"] = lambda: self.call(expanded, backward)
+        return jobs
+
+    def stock_trains(self) -> bool:
+        if self.kind == "kda":
+            return True
+        version = Version(importlib.metadata.version("triton"))
+        return torch.cuda.get_device_capability()[0] != 9 or not Version("3.4.0") <= version < Version("3.7.1")
+
+
+def measure(jobs: dict, repeats: int) -> dict:
+    """Median milliseconds, spread, and peak bytes above what was there before, of each job."""
+    times = {name: [] for name in jobs}
+    peaks = {}
+    slow = set()
+    for name, job in jobs.items():
+        job()  # compiles and tunes
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        job()
+        end.record()
+        torch.cuda.synchronize()
+        peaks[name] = torch.cuda.max_memory_allocated() - before
+        if begin.elapsed_time(end) > 100:
+            slow.add(name)
+    for repeat in range(repeats):
+        for name, job in jobs.items():
+            if name in slow and repeat >= 3:
+                continue
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            begin.record()
+            job()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(begin.elapsed_time(end))
+    result = {}
+    for name, values in times.items():
+        quartiles = np.percentile(values, [25, 75])
+        result[name] = {
+            "milliseconds": round(statistics.median(values), 4),
+            "spread": round(float(quartiles[1] - quartiles[0]) / statistics.median(values), 3),
+            "peak_bytes": peaks[name],
+        }
+    return result
+
+
+def run(sequences, kind: str, heads: int, dim: int, repeats: int) -> dict:
+    case = Case(sequences, kind, heads, dim)
+    tree, rounds = case.batch.tree, case.batch.round_plan()
+    record = {
+        "rows": tree.num_rows,
+        "expanded_tokens": tree.num_tokens,
+        "replay_tokens": rounds.replay_tokens,
+        "sequences": rounds.num_sequences,
+        "rounds": rounds.num_rounds,
+        "packed_calls": len(case.layout.packed_calls.calls),
+        "node_calls": len(case.layout.node_calls.calls),
+        "boundaries": case.layout.sequences.num_slots - case.layout.sequences.num_roots,
+    }
+    for name, backward in (("forward", False), ("forward_backward", True)):
+        record[name] = measured = measure(case.jobs(backward), repeats)
+        ours = measured["tree"]["milliseconds"]
+        ratios = {other: round(m["milliseconds"] / ours, 3) for other, m in measured.items() if other != "tree"}
+        print(f"  {name:<17} tree {ours:.3f} ms; times slower: {ratios}", flush=True)
+    both = record["forward_backward"]
+    if "packed" in both:
+        record["time_over_packed"] = round(both["tree"]["milliseconds"] / both["packed"]["milliseconds"], 4)
+        record["peak_over_packed"] = round(both["tree"]["peak_bytes"] / both["packed"]["peak_bytes"], 4)
+    if "expanded" in both:
+        speedup = both["expanded"]["milliseconds"] / both["tree"]["milliseconds"]
+        tokens = tree.num_tokens / (tree.num_rows + rounds.replay_tokens)
+        record |= {"speedup_over_expanded": round(speedup, 3), "token_ratio": round(tokens, 3)}
+    print("  ", {k: v for k, v in record.items() if not isinstance(v, dict)}, flush=True)
+    return record
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[32768, 65536], help="most rows of a tree")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--kind", nargs="+", default=["kda"], choices=["kda", "gated_delta_rule"])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--only", default="", help="run the trees whose name contains this")
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "linear_attention.json")
+    arguments = parser.parse_args()
+    folder = os.environ.get("HARTS_ROLLOUTS")
+    trees = {}
+    for kind in arguments.kind:
+        for rows in arguments.rows:
+            cases = list(synthetic_trees(rows))
+            if folder:
+                cases = list(rollout_trees(Path(folder), rows)) + cases
+            for name, sequences in cases:
+                if arguments.only in name:
+                    title = f"{kind}/{rows}/{name}"
+                    print(title, flush=True)
+                    trees[title] = run(sequences, kind, arguments.heads, arguments.dim, arguments.repeats)
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "triton", "fla-core")}
+    record = {
+        "command": "python benchmarks/linear_attention.py " + " ".join(sys.argv[1:]),
+        "device": torch.cuda.get_device_name(),
+        "versions": versions,
+        "dtype": "bfloat16, decay fp32",
+        "heads": arguments.heads,
+        "dim": arguments.dim,
+        "seed": SEED,
+        "trees": trees,
+    }
+    arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"wrote {arguments.json}")
+
+
+if __name__ == "__main__":
+    main()
