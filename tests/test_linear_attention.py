@@ -45,7 +45,11 @@ class Expanded:
         """Output of every trajectory's tokens `[S, H, V]` and gradients of the inputs, whose rows are the tree's."""
         inputs = [x.detach().clone().requires_grad_() for x in inputs]
         rows, valid = self.rows.to(inputs[0].device), self.valid.to(inputs[0].device)
-        output = function(*inputs)[rows] if is_tree else function(*(x[rows] for x in inputs))
+        if is_tree:  # in fp32 at least, so that the gradients of a row's readers add up before they are rounded
+            output = function(*inputs)
+            output = output.to(torch.promote_types(output.dtype, torch.float32))[rows]
+        else:
+            output = function(*(x[rows] for x in inputs))
         weights = self.weights.to(output)
         (output * weights)[valid].sum().backward()
         values = (output.detach()[valid], *(x.grad for x in inputs))

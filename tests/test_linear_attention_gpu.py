@@ -12,6 +12,8 @@ from test_linear_attention import KINDS, NAMES, TREE_FUNCTIONS, Expanded, errors
 
 from harts_hf.batch import CompactBatch
 from harts_hf.kernels.linear_attention_packed import load_packed_function
+from harts_hf.layouts import make_chunk_layout
+from harts_hf.planning.rounds import RoundPlan
 from harts_hf.tree import PrefixTree
 
 pytestmark = [
@@ -109,6 +111,30 @@ def test_outputs_and_states_are_bit_identical_to_a_lone_trajectory(kind, tree):
         assert torch.equal(output[torch.from_numpy(rows).cuda()], alone)
         for position, state in zip(boundaries, alone_states, strict=True):
             assert torch.equal(state_of_row[rows[position]], state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_60_rounds_one_after_another(kind):
+    """The worst plan of a comb: each sequence ends in a side branch, and the next one starts from its state."""
+    sequences = many_levels()
+    batch, inputs = setting(sequences, kind)
+    forks = [30 + 70 * i for i in range(60)]
+    starts = [0, *(p // 64 * 64 for p in forks)]
+    rows = [path[start:] for path, start in zip(batch.rows, starts, strict=True)]
+    rounds = RoundPlan(
+        chunk_size=64,
+        rows=np.concatenate(rows),
+        cu_seqlens=np.cumsum([0] + [len(r) for r in rows]),
+        round=np.arange(61),
+        replay=np.array([0] + [p % 64 for p in forks]),
+        source=np.arange(-1, 60),
+        start=np.array(starts),
+    )
+    layout = make_chunk_layout(batch.tree, rounds, lambda x: torch.from_numpy(np.ascontiguousarray(x)).cuda())
+    worst, best = gradients(kind, inputs, layout), gradients(kind, inputs, batch.chunk_layout())
+    assert torch.equal(worst[0], best[0])
+    for a, b in zip(worst[1:], best[1:], strict=True):  # sums of branches in another order, in bf16
+        assert errors({"x": a}, {"x": b})["x"] < 1e-2
 
 
 @pytest.mark.parametrize("kind", KINDS)
