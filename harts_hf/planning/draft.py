@@ -123,6 +123,11 @@ class Draft:
         at = bisect_left(members, window.start)
         return at < len(members) and members[at] < window.end
 
+    @property
+    def total_work(self) -> int:
+        """Work of all bins together."""
+        return sum(b.work for b in self.bins)
+
     def objectives(self) -> tuple[int, int, int]:
         """Total work, sum over slots of the heaviest bin, largest cumulative work of a replica."""
         heaviest = [0] * self.num_slots

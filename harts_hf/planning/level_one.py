@@ -4,19 +4,20 @@ Candidates, for the fewest slots that any of them needs and for the slots of the
 
 - the exact program with as many contiguous ranges as the slots have cells, at several limits of rows between the
   smallest that still fits and the budget;
-- greedy packings, in two orders and by two rules, of pieces: natural pieces of several grains, and the ranges of the
-  exact program when ranges may be joined again for free;
-- the cheapest partition and the packing with fewest bins, repacked a few bins at a time in other depth-first orders.
+- greedy packings, in two orders and by two rules, and packings by filling, of pieces: natural pieces of several
+  grains, and the ranges of the exact program when ranges may be joined again for free;
+- the cheapest partition and the packings, repacked a few bins at a time, the best of them for longer.
 
 Each is placed by work. For each number of slots the best few are refined, aligned to the grid and compared once more.
 Fewer slots win unless more of them lower the first objective by more than `SLOT_GAIN`: a slot has a cost of its own.
+If total work comes first, a cell that costs work to fill stays empty.
 """
 
 import numpy as np
 
 from .align import align
 from .draft import Bin, Draft
-from .packing import ORDERS, pack
+from .packing import ORDERS, pack, pack_by_filling
 from .partition import cheapest_partition, first_starts
 from .placement import place
 from .refine import refine
@@ -25,9 +26,13 @@ from .units import Units
 
 LIMIT_STEPS = (0.0, 0.06, 0.125, 0.25, 0.5, 1.0)  # where limits lie between the smallest and the budget
 GRAINS = (1, 4, 16)  # natural pieces hold at most the budget divided by one of these
+FILLED_GRAINS = (1, 2, 4)  # the same for packings by filling
 SLOT_GAIN = 0.01  # share of the first objective that a plan with more slots has to gain
 REFINED = 3  # candidates that are refined, at least
 REFINED_BINS = 400  # and as many as hold this many bins together
+TRIAL_STEPS = 20_000  # units that each packing is repacked by
+REPACKED = 2  # packings that are repacked for longer
+UNIT_STEPS = 150_000  # units that each of those is repacked by
 
 
 def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objective: tuple[int, ...]) -> Draft:
@@ -47,9 +52,9 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
     joinable = cheapest_partition(np.maximum(units.cut_work - common, 0), starts, most=True)
     pieces.append(list(zip(joinable, [*joinable[1:], len(units)], strict=True)))
     packings = [pack(units, p, max_rows, None, order, "fullest") for p in pieces for order in ORDERS]
-    ranges = [list(range(s, e)) for s, e in zip(cheapest, [*cheapest[1:], len(units)], strict=True)]
-    packings += [repack(units, bins, max_rows) for bins in (ranges, min(packings, key=len))]
+    packings += _repacked(units, max_rows, cheapest, pieces[-1], min(packings, key=len))
     fewest = min(fewest_ranges(units, max_rows), *map(len, packings))
+    work_first = objective[0] == 0
 
     drafts = []
     for num_slots in sorted({-(-fewest // num_replicas), -(-len(cheapest) // num_replicas)}):
@@ -67,7 +72,7 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
         of_size = most_promising([draft for draft in drafts if draft.num_slots == num_slots], objective)
         for draft in of_size:
             refine(draft, objective)
-            align(draft)
+            align(draft, for_free=work_first)
             place(draft.bins, num_replicas)
         best.append(min(of_size, key=lambda draft: rank(draft, objective)))
     chosen = best[0]
@@ -75,6 +80,17 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
         if rank(draft, objective)[0] < (1 - SLOT_GAIN) * rank(chosen, objective)[0]:
             chosen = draft
     return chosen
+
+
+def _repacked(units: Units, max_rows: int, cheapest: list[int], joinable, packing) -> list[list[list[int]]]:
+    """Repacked partitions and packings: all for a short while, the cheapest for longer."""
+    started = [packing, [list(range(s, e)) for s, e in zip(cheapest, [*cheapest[1:], len(units)], strict=True)]]
+    grains = [units.natural_pieces(max(1, max_rows // grain)) for grain in FILLED_GRAINS]
+    started += [pack_by_filling(units, pieces, max_rows) for pieces in (joinable, *grains)]
+    tried = [repack(units, bins, max_rows, TRIAL_STEPS) for bins in started]
+    works = [Draft(units, max_rows, 1, [Bin(members) for members in bins]).total_work for bins in tried]
+    best = sorted(range(len(tried)), key=lambda k: (works[k], len(tried[k]), k))[:REPACKED]
+    return [repack(units, tried[k], max_rows, UNIT_STEPS) for k in best]
 
 
 def rank(draft: Draft, objective: tuple[int, ...]) -> tuple[int, ...]:
