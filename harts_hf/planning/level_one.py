@@ -17,6 +17,7 @@ import numpy as np
 
 from .align import align
 from .draft import Bin, Draft
+from .level import level
 from .packing import ORDERS, pack, pack_by_filling
 from .partition import cheapest_partition, first_starts
 from .placement import place
@@ -33,6 +34,8 @@ REFINED_BINS = 400  # and as many as hold this many bins together
 TRIAL_STEPS = 20_000  # units that each packing is repacked by
 REPACKED = 2  # packings that are repacked for longer
 UNIT_STEPS = 150_000  # units that each of those is repacked by
+LEVELLED = 3  # refined candidates that are levelled
+LEVEL_STEPS = 60_000  # units that each of those is levelled by
 
 
 def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objective: tuple[int, ...]) -> Draft:
@@ -74,6 +77,10 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
             refine(draft, objective)
             align(draft, for_free=work_first)
             place(draft.bins, num_replicas)
+        of_size.sort(key=lambda draft: rank(draft, objective))
+        for draft in of_size[:LEVELLED]:
+            level(draft, objective, LEVEL_STEPS)
+            place(draft.bins, num_replicas)
         best.append(min(of_size, key=lambda draft: rank(draft, objective)))
     chosen = best[0]
     for draft in best[1:]:
@@ -90,7 +97,7 @@ def _repacked(units: Units, max_rows: int, cheapest: list[int], joinable, packin
     tried = [repack(units, bins, max_rows, TRIAL_STEPS) for bins in started]
     works = [Draft(units, max_rows, 1, [Bin(members) for members in bins]).total_work for bins in tried]
     best = sorted(range(len(tried)), key=lambda k: (works[k], len(tried[k]), k))[:REPACKED]
-    return [repack(units, tried[k], max_rows, UNIT_STEPS) for k in best]
+    return tried + [repack(units, tried[k], max_rows, UNIT_STEPS) for k in best]
 
 
 def rank(draft: Draft, objective: tuple[int, ...]) -> tuple[int, ...]:

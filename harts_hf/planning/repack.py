@@ -3,8 +3,9 @@
 A heuristic. A step takes a few bins, half of the time such as hold neighbours, and packs their units again in one of
 two ways. Children of a fork may stand in any order, and each depth-first order has its own contiguous partitions: one
 way partitions a random order at least cost. The other parts the units into subtrees and fills one bin after the other
-as far as subset sums reach. A result is kept if the total work does not grow and at equal work the sum of squared rows
-does not fall: room gathers in few bins, until one can go. Random choices come from a fixed seed.
+as far as subset sums reach. A result is kept if the total work, each bin counted as `BIN_WORK` more, does not grow and
+at equal work the sum of squared rows does not fall: room gathers in few bins, until one can go. Random choices come
+from a fixed seed.
 """
 
 from random import Random
@@ -13,11 +14,13 @@ import numpy as np
 
 from .fill import fill
 from .partition import cheapest_partition, first_starts
+from .subtrees import children, random_pieces
 from .units import Units
 
 SEED = 0
 STEP_OVERHEAD = 20  # a step costs as much as packing this many units
 PATIENCE = 500  # steps without a gain, for each bin, after which the search ends
+BIN_WORK = 0.02  # of the budget: what a bin is taken to cost in addition
 BINS_TAKEN = (2, 3, 4, 5, 6)
 MAX_PIECES = 32  # subtrees that a filling chooses from; more of them are joined to neighbours
 FILLED_SHARE = 0.7  # steps that fill; the others partition
@@ -25,7 +28,7 @@ LED_SHARE = 0.7  # fillings whose bins each start with the largest subtree left
 
 
 def repack(units: Units, bins: list[list[int]], max_rows: int, unit_steps: int) -> list[list[int]]:
-    """Bins of no more total work than the given ones.
+    """Bins of no more total work and number, weighed together, than the given ones.
 
     Args:
         units: ordered units.
@@ -46,6 +49,7 @@ class _Repacking:
     def __init__(self, units: Units, max_rows: int, bins: list[list[int]]):
         self.units, self.max_rows = units, max_rows
         self.random = Random(SEED)
+        self.bin_work = round(BIN_WORK * max_rows)
         self.fixed = [members for members in bins if units.unit_rows[members[-1]] > max_rows]
         self.bins = [members for members in bins if units.unit_rows[members[-1]] <= max_rows]
         self.owner = {u: b for b, members in enumerate(self.bins) for u in members}
@@ -57,8 +61,7 @@ class _Repacking:
         if len(taken) == 1:
             return 0, False
         members = sorted([u for b in taken for u in self.bins[b]])
-        lcp = self.units.lcp
-        cuts = [0, *[lcp(a, b) for a, b in zip(members, members[1:], strict=False)]]
+        cuts = [0, *self.units.neighbour_lcps(members)]
         pack = self._filled if self.random.random() < FILLED_SHARE else self._partitioned
         packed = pack(members, cuts)
         if packed is None:
@@ -87,14 +90,13 @@ class _Repacking:
         return list(taken)
 
     def _value(self, members: list[int]) -> tuple[int, int]:
-        """Work of a bin, and its rows squared."""
+        """Work of a bin with `bin_work`, and its rows squared."""
         units = self.units
-        lcp, unit_rows = units.lcp, units.unit_rows
-        lcps = [lcp(a, b) for a, b in zip(members, members[1:], strict=False)]
+        unit_rows, lcps = units.unit_rows, units.neighbour_lcps(members)
         rows = work = sum([unit_rows[u] for u in members]) - sum(lcps)
         if not units.cost.counts_rows:
             work = sum([units.unit_work[u] for u in members]) - sum(map(units.cost.shared_work, lcps))
-        return work, rows * rows
+        return work + self.bin_work, rows * rows
 
     def _replace(self, taken: list[int], packed: list[list[int]], values: list[tuple[int, int]]) -> None:
         """Bins `taken` become `packed`; the others keep their order up to which of them fill the holes."""
@@ -113,17 +115,7 @@ class _Repacking:
     def _filled(self, members: list[int], cuts: list[int]) -> list[list[int]] | None:
         """Subtrees of a random division, bin after bin; `None` if a subtree does not fit."""
         random, unit_rows = self.random, self.units.unit_rows
-        pieces = _children(cuts, 0, len(cuts))
-        for _ in range(random.randrange(4)):
-            k = random.randrange(len(pieces))
-            start, end = pieces[k]
-            if end - start > 1:
-                pieces[k : k + 1] = _children(cuts, start, end)
-        if len(pieces) > MAX_PIECES:
-            starts = [start for start, _ in pieces]
-            starts = [0, *sorted(random.sample(starts[1:], MAX_PIECES - 1))]
-            pieces = list(zip(starts, [*starts[1:], len(cuts)], strict=True))
-        random.shuffle(pieces)
+        pieces = random_pieces(cuts, MAX_PIECES, random)
         shared = min(cuts[1:])
         room = self.max_rows - shared  # a bin holds what all units share, and pieces beyond it
         sizes = [sum([unit_rows[u] for u in members[s:e]]) - sum(cuts[s + 1 : e]) - shared for s, e in pieces]
@@ -164,17 +156,10 @@ class _Repacking:
                 order.append(members[start])
                 between.append(cut)
                 continue
-            children = _children(cuts, start, end)
-            fork = cuts[children[1][0]]
-            self.random.shuffle(children)
+            subtrees = children(cuts, start, end)
+            fork = cuts[subtrees[1][0]]
+            self.random.shuffle(subtrees)
             # the first child stands next to what is before the subtree
-            pending += [(s, e, fork) for s, e in children[:0:-1]]
-            pending.append((*children[0], cut))
+            pending += [(s, e, fork) for s, e in subtrees[:0:-1]]
+            pending.append((*subtrees[0], cut))
         return order, between
-
-
-def _children(cuts: list[int], start: int, end: int) -> list[tuple[int, int]]:
-    """The subtrees of a fork: spans between the least cuts inside of `start .. end - 1`."""
-    fork = min(cuts[start + 1 : end])
-    bounds = [start, *[k for k in range(start + 1, end) if cuts[k] == fork], end]
-    return list(zip(bounds, bounds[1:], strict=False))
