@@ -32,10 +32,12 @@ SLOT_GAIN = 0.01  # share of the first objective that a plan with more slots has
 REFINED = 3  # candidates that are refined, at least
 REFINED_BINS = 400  # and as many as hold this many bins together
 TRIAL_STEPS = 20_000  # units that each packing is repacked by
-REPACKED = 2  # packings that are repacked for longer
-UNIT_STEPS = 150_000  # units that each of those is repacked by
+REPACKED = 3  # packings that are repacked for longer: of least work and, one of them, of fewest bins
+UNIT_STEPS = 120_000  # units that each of those is repacked by
 LEVELLED = 3  # refined candidates that are levelled
 LEVEL_STEPS = 60_000  # units that each of those is levelled by
+EVENED = 3  # refined candidates that are repacked towards even bins
+EVEN_STEPS = 40_000  # units that each of those is repacked by
 
 
 def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objective: tuple[int, ...]) -> Draft:
@@ -65,11 +67,7 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
         candidates = [bins for bins in packings if len(bins) <= num_cells]
         candidates += _contiguous(units, max_rows, num_cells)
         candidates += [pack(units, p, max_rows, num_cells, "largest first", "lightest") for p in pieces]
-        for members in candidates:
-            if members is not None:
-                bins = [Bin(m) for m in members] + [Bin([]) for _ in range(num_cells - len(members))]
-                drafts.append(Draft(units, max_rows, num_replicas, bins))
-                place(bins, num_replicas)
+        drafts += [_placed(units, bins, max_rows, num_slots, num_replicas) for bins in candidates if bins is not None]
     best: list[Draft] = []
     for num_slots in sorted({draft.num_slots for draft in drafts}):
         of_size = most_promising([draft for draft in drafts if draft.num_slots == num_slots], objective)
@@ -78,7 +76,11 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
             align(draft, for_free=work_first)
             place(draft.bins, num_replicas)
         of_size.sort(key=lambda draft: rank(draft, objective))
-        for draft in of_size[:LEVELLED]:
+        if num_replicas > 1 and not work_first:
+            evened = [_evened(draft) for draft in of_size[:EVENED]]
+            of_size += [draft for draft in evened if draft.num_slots == num_slots]
+            of_size.sort(key=lambda draft: rank(draft, objective))
+        for draft in of_size[: LEVELLED if num_replicas > 1 else 0]:
             level(draft, objective, LEVEL_STEPS)
             place(draft.bins, num_replicas)
         best.append(min(of_size, key=lambda draft: rank(draft, objective)))
@@ -89,15 +91,37 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
     return chosen
 
 
-def _repacked(units: Units, max_rows: int, cheapest: list[int], joinable, packing) -> list[list[list[int]]]:
+def _repacked(
+    units: Units, max_rows: int, cheapest: list[int], joinable: list[tuple[int, int]], packing: list[list[int]]
+) -> list[list[list[int]]]:
     """Repacked partitions and packings: all for a short while, the cheapest for longer."""
     started = [packing, [list(range(s, e)) for s, e in zip(cheapest, [*cheapest[1:], len(units)], strict=True)]]
     grains = [units.natural_pieces(max(1, max_rows // grain)) for grain in FILLED_GRAINS]
     started += [pack_by_filling(units, pieces, max_rows) for pieces in (joinable, *grains)]
     tried = [repack(units, bins, max_rows, TRIAL_STEPS) for bins in started]
     works = [Draft(units, max_rows, 1, [Bin(members) for members in bins]).total_work for bins in tried]
-    best = sorted(range(len(tried)), key=lambda k: (works[k], len(tried[k]), k))[:REPACKED]
-    return tried + [repack(units, tried[k], max_rows, UNIT_STEPS) for k in best]
+    by_work = sorted(range(len(tried)), key=lambda k: (works[k], len(tried[k]), k))
+    by_count = sorted(range(len(tried)), key=lambda k: (len(tried[k]), works[k], k))
+    chosen = dict.fromkeys([by_work[0], by_count[0], *by_work[1:]])
+    return tried + [repack(units, tried[k], max_rows, UNIT_STEPS) for k in list(chosen)[:REPACKED]]
+
+
+def _evened(draft: Draft) -> Draft:
+    """A draft whose bins are packed again, for less total work and more even rows; aligned to the same grid."""
+    members = [b.members for b in draft.bins if b.members]
+    packed = repack(draft.units, members, draft.max_rows, EVEN_STEPS, even=True)
+    evened = _placed(draft.units, packed, draft.max_rows, draft.num_slots, draft.num_replicas)
+    align(evened)
+    place(evened.bins, draft.num_replicas)
+    return evened
+
+
+def _placed(units: Units, packing: list[list[int]], max_rows: int, num_slots: int, num_replicas: int) -> Draft:
+    """A packing on a grid that has a cell for each of its bins."""
+    empty = num_slots * num_replicas - len(packing)
+    draft = Draft(units, max_rows, num_replicas, [Bin(m) for m in packing] + [Bin([]) for _ in range(empty)])
+    place(draft.bins, num_replicas)
+    return draft
 
 
 def rank(draft: Draft, objective: tuple[int, ...]) -> tuple[int, ...]:

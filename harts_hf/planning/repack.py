@@ -4,7 +4,8 @@ A heuristic. A step takes a few bins, half of the time such as hold neighbours, 
 two ways. Children of a fork may stand in any order, and each depth-first order has its own contiguous partitions: one
 way partitions a random order at least cost. The other parts the units into subtrees and fills one bin after the other
 as far as subset sums reach. A result is kept if the total work, each bin counted as `BIN_WORK` more, does not grow and
-at equal work the sum of squared rows does not fall: room gathers in few bins, until one can go. Random choices come
+at equal work the sum of squared rows does not fall: room gathers in few bins, until one can go. With `even` the sum
+does not grow instead, and bins are filled to even shares. Random choices come
 from a fixed seed.
 """
 
@@ -27,7 +28,7 @@ FILLED_SHARE = 0.7  # steps that fill; the others partition
 LED_SHARE = 0.7  # fillings whose bins each start with the largest subtree left
 
 
-def repack(units: Units, bins: list[list[int]], max_rows: int, unit_steps: int) -> list[list[int]]:
+def repack(units: Units, bins: list[list[int]], max_rows: int, unit_steps: int, even: bool = False) -> list[list[int]]:
     """Bins of no more total work and number, weighed together, than the given ones.
 
     Args:
@@ -35,8 +36,9 @@ def repack(units: Units, bins: list[list[int]], max_rows: int, unit_steps: int) 
         bins: increasing lists of units.
         max_rows: most rows of a bin; a unit above it stays a bin of its own.
         unit_steps: units packed again over all steps, which bounds the time whatever the bins hold.
+        even: let the sum of squared rows fall instead of grow, so that bins come closer to each other.
     """
-    search = _Repacking(units, max_rows, bins)
+    search = _Repacking(units, max_rows, bins, even)
     idle_steps = 0
     while len(search.bins) > 1 and unit_steps > 0 and idle_steps < PATIENCE * len(search.bins):
         repacked, gained = search.step()
@@ -46,8 +48,8 @@ def repack(units: Units, bins: list[list[int]], max_rows: int, unit_steps: int) 
 
 
 class _Repacking:
-    def __init__(self, units: Units, max_rows: int, bins: list[list[int]]):
-        self.units, self.max_rows = units, max_rows
+    def __init__(self, units: Units, max_rows: int, bins: list[list[int]], even: bool):
+        self.units, self.max_rows, self.even = units, max_rows, even
         self.random = Random(SEED)
         self.bin_work = round(BIN_WORK * max_rows)
         self.fixed = [members for members in bins if units.unit_rows[members[-1]] > max_rows]
@@ -63,7 +65,7 @@ class _Repacking:
         members = sorted([u for b in taken for u in self.bins[b]])
         cuts = [0, *self.units.neighbour_lcps(members)]
         pack = self._filled if self.random.random() < FILLED_SHARE else self._partitioned
-        packed = pack(members, cuts)
+        packed = pack(members, cuts, len(taken))
         if packed is None:
             return len(members), False
         values = [self._value(p) for p in packed]
@@ -96,7 +98,8 @@ class _Repacking:
         rows = work = sum([unit_rows[u] for u in members]) - sum(lcps)
         if not units.cost.counts_rows:
             work = sum([units.unit_work[u] for u in members]) - sum(map(units.cost.shared_work, lcps))
-        return work + self.bin_work, rows * rows
+        squares = rows * rows
+        return work + self.bin_work, -squares if self.even else squares
 
     def _replace(self, taken: list[int], packed: list[list[int]], values: list[tuple[int, int]]) -> None:
         """Bins `taken` become `packed`; the others keep their order up to which of them fill the holes."""
@@ -112,7 +115,7 @@ class _Repacking:
             self.bins.append(members)
             self.values.append(value)
 
-    def _filled(self, members: list[int], cuts: list[int]) -> list[list[int]] | None:
+    def _filled(self, members: list[int], cuts: list[int], num_bins: int) -> list[list[int]] | None:
         """Subtrees of a random division, bin after bin; `None` if a subtree does not fit."""
         random, unit_rows = self.random, self.units.unit_rows
         pieces = random_pieces(cuts, MAX_PIECES, random)
@@ -124,20 +127,23 @@ class _Repacking:
         led = random.random() < LED_SHARE
         packed = []
         while pieces:
-            if sum(sizes) <= room:
+            target = room
+            if self.even and len(packed) < num_bins - 1:
+                target = min(room, sum(sizes) // (num_bins - len(packed)))
+            if sum(sizes) <= target:
                 chosen = set(range(len(pieces)))
-            elif led:
+            elif led or max(sizes) > target:
                 lead = sizes.index(max(sizes))
                 others = [*sizes[:lead], room + 1, *sizes[lead + 1 :]]
-                chosen = {lead, *fill(others, room - sizes[lead])}
+                chosen = {lead, *fill(others, target - sizes[lead])}
             else:
-                chosen = set(fill(sizes, room))
+                chosen = set(fill(sizes, target))
             packed.append(sorted([u for k in chosen for u in members[pieces[k][0] : pieces[k][1]]]))
             sizes = [size for k, size in enumerate(sizes) if k not in chosen]
             pieces = [piece for k, piece in enumerate(pieces) if k not in chosen]
         return packed
 
-    def _partitioned(self, members: list[int], cuts: list[int]) -> list[list[int]]:
+    def _partitioned(self, members: list[int], cuts: list[int], num_bins: int) -> list[list[int]]:
         """The cheapest partition of a random depth-first order."""
         units = self.units
         order, between = self._random_order(members, cuts)
