@@ -33,9 +33,9 @@ REFINED = 3  # candidates that are refined, at least
 REFINED_BINS = 400  # and as many as hold this many bins together
 TRIAL_STEPS = 20_000  # units that each packing is repacked by
 REPACKED = 3  # packings that are repacked for longer: of least work and, one of them, of fewest bins
-UNIT_STEPS = 120_000  # units that each of those is repacked by
+UNIT_STEPS = 200_000  # units that each of those is repacked by
 LEVELLED = 3  # refined candidates that are levelled
-LEVEL_STEPS = 60_000  # units that each of those is levelled by
+LEVEL_STEPS = 50_000  # units that each of those is levelled by
 EVENED = 3  # refined candidates that are repacked towards even bins
 EVEN_STEPS = 40_000  # units that each of those is repacked by
 
@@ -99,11 +99,20 @@ def _repacked(
     grains = [units.natural_pieces(max(1, max_rows // grain)) for grain in FILLED_GRAINS]
     started += [pack_by_filling(units, pieces, max_rows) for pieces in (joinable, *grains)]
     tried = [repack(units, bins, max_rows, TRIAL_STEPS) for bins in started]
-    works = [Draft(units, max_rows, 1, [Bin(members) for members in bins]).total_work for bins in tried]
-    by_work = sorted(range(len(tried)), key=lambda k: (works[k], len(tried[k]), k))
-    by_count = sorted(range(len(tried)), key=lambda k: (len(tried[k]), works[k], k))
-    chosen = dict.fromkeys([by_work[0], by_count[0], *by_work[1:]])
-    return tried + [repack(units, tried[k], max_rows, UNIT_STEPS) for k in list(chosen)[:REPACKED]]
+    by_work, by_count = _sorted_by_work(units, tried, max_rows), sorted(tried, key=len)
+    chosen = [by_work[0], *(bins for bins in by_count[:1] if bins is not by_work[0]), *by_work[1:]][:REPACKED]
+    longer = [repack(units, bins, max_rows, UNIT_STEPS) for bins in chosen]
+    again = repack(units, _sorted_by_work(units, longer, max_rows)[0], max_rows, UNIT_STEPS)
+    return [*tried, *longer, again]
+
+
+def _sorted_by_work(units: Units, packings: list[list[list[int]]], max_rows: int) -> list[list[list[int]]]:
+    """Packings by total work, then by number of bins."""
+
+    def value(bins: list[list[int]]) -> tuple[int, int]:
+        return Draft(units, max_rows, 1, [Bin(members) for members in bins]).total_work, len(bins)
+
+    return sorted(packings, key=value)
 
 
 def _evened(draft: Draft) -> Draft:
