@@ -16,6 +16,7 @@ from .subtrees import random_pieces
 SEED = 0
 STEP_OVERHEAD = 20  # a step costs as much as charging this many units
 MAX_PIECES = 32  # subtrees that a filling chooses from
+STEPS_PER_SEAT = 50  # units charged for each unit and bin: a small draft is searched through sooner
 TOLERANCE = 0.01  # of the budget: how much a step may lose at first, so that the search leaves local optima
 
 
@@ -25,12 +26,12 @@ def level(draft: Draft, objective: tuple[int, ...], unit_steps: int) -> None:
     Args:
         draft: the draft to improve.
         objective: order of comparison, indices into `Draft.objectives()`.
-        unit_steps: units charged over all steps, which bounds the time whatever the draft holds.
+        unit_steps: most units charged over all steps, which bounds the time whatever the draft holds.
     """
     before = draft.objectives()
     held = [(b.members, b.rows, b.work) for b in draft.bins]
     search = _Levelling(draft, objective)
-    left = unit_steps
+    left = unit_steps = min(unit_steps, STEPS_PER_SEAT * len(draft.units) * len(draft.bins))
     while left > 0:
         left -= search.step(int(TOLERANCE * draft.max_rows * left / unit_steps)) + STEP_OVERHEAD
     after = draft.objectives()

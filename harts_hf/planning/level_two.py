@@ -53,7 +53,7 @@ def plan_with_windows(plain: Draft, max_prefix: int, objective: tuple[int, ...])
         refine(draft, objective)
         reseat(draft)
         refine(draft, objective)
-        align(draft)
+        align(draft, for_free=objective[0] == 0)
         reseat(draft)
     drafts.sort(key=lambda draft: rank(draft, objective))
     for draft in drafts[:LEVELLED]:

@@ -20,7 +20,7 @@ from .units import Units
 
 SEED = 0
 STEP_OVERHEAD = 20  # a step costs as much as packing this many units
-PATIENCE = 500  # steps without a gain, for each bin, after which the search ends
+PATIENCE = 10  # steps without a gain, for each unit and bin, after which the search ends
 BIN_WORK = 0.02  # of the budget: what a bin is taken to cost in addition
 BINS_TAKEN = (2, 3, 4, 5, 6)
 MAX_PIECES = 32  # subtrees that a filling chooses from; more of them are joined to neighbours
@@ -40,7 +40,7 @@ def repack(units: Units, bins: list[list[int]], max_rows: int, unit_steps: int, 
     """
     search = _Repacking(units, max_rows, bins, even)
     idle_steps = 0
-    while len(search.bins) > 1 and unit_steps > 0 and idle_steps < PATIENCE * len(search.bins):
+    while len(search.bins) > 1 and unit_steps > 0 and idle_steps < PATIENCE * len(units) * len(search.bins):
         repacked, gained = search.step()
         unit_steps -= repacked + STEP_OVERHEAD
         idle_steps = 0 if gained else idle_steps + 1
