@@ -2,7 +2,7 @@
 
 Candidates: for a few numbers of slots, up to those of the plan without windows, the exact program over windows at
 several limits of rows, placed on the grid and refined: trajectories then move between consumers, windows and plain
-microbatches. The plan without windows is one of the candidates.
+microbatches. The best of them are levelled too. The plan without windows is one of the candidates.
 """
 
 import numpy as np
