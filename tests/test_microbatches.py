@@ -92,11 +92,26 @@ def test_random_plans_are_sound(seed):
     order = sorted(range(3), key=lambda k: k != OBJECTIVES.index(objective))
     assert [measures(plan)[k] for k in order] <= [measures(plain)[k] for k in order], "windows never make it worse"
 
-    # Aligned: a cell stays empty only where no microbatch can be divided into distinct trajectories.
+    # Aligned: a cell stays empty only where no microbatch can be divided into distinct trajectories, or where filling
+    # it would add to the total work that comes first.
+    if objective == "compact_work":
+        return
     distinct = {tuple(s) for s in sequences}
     leaves = [s for s in distinct if not any(s != t and s == t[: len(s)] for t in distinct)]
     if len(leaves) >= len(plain.slots) * num_replicas:
         assert aligned(plain), f"seed {seed}"
+
+
+def test_a_cell_that_costs_work_stays_empty_if_total_work_comes_first():
+    prompt = list(range(20))
+    sequences = [[*prompt, 100 + k] for k in range(30)]
+    for windows in (False, True):
+        plan = plan_step(sequences, 40, 4, windows, objective="compact_work")
+        check_plan(plan, sequences, 40, 4)
+        assert plan.compact_tokens == 2 * 20 + 30 and len(plan.microbatches) == 2
+        assert aligned(plan_step(sequences, 40, 4, windows)), "the slot's length comes first by default"
+    apart = [np.full(10, k) for k in range(8)]
+    assert aligned(plan_step(apart, 40, 4, objective="compact_work")), "a cell that costs nothing is filled"
 
 
 @pytest.mark.filterwarnings("ignore:trajectory")

@@ -1,14 +1,14 @@
-"""Alignment: every cell of the grid gets a microbatch, so that all replicas run equally many."""
+"""Alignment: cells of the grid that are empty get a microbatch, so that all replicas run equally many."""
 
 from .draft import Bin, Draft
 
 
-def align(draft: Draft) -> None:
+def align(draft: Draft, for_free: bool = False) -> None:
     """Fill empty bins in place, each with the run that costs least to take from another bin.
 
     A bin is cut at its lowest valley; the smaller side moves. Runs that stay below the heaviest bin of the receiving
     slot come first, so that aligning lengthens no slot if it can be avoided, then the least added work. Bins stay
-    empty only if no bin with two units can spare one.
+    empty only if no bin with two units can spare one, or none `for_free`, without adding work, if that is asked for.
     """
     for empty in [b for b in draft.bins if not b.members]:
         heaviest = max(b.work for b in draft.bins if b.slot == empty.slot)
@@ -24,6 +24,8 @@ def align(draft: Draft) -> None:
                     continue
                 rest_work = draft.charge(rest, b.window, b.produces)[1]
                 choice = (work > heaviest, work + rest_work - b.work, work, run, rest, b)
+                if for_free and choice[1] > 0:
+                    continue
                 if best is None or choice[:4] < best[:4]:
                     best = choice
         if best is None:

@@ -93,7 +93,7 @@ class Draft:
                 rows, work = self.charge(members[low:high], window, produces)
                 return rows + outside_rows, work + outside_work
         units = self.units
-        lcps = [units.lcp(left, right) for left, right in zip(members, members[1:], strict=False)]
+        lcps = units.neighbour_lcps(members)
         rows = work = sum([units.unit_rows[u] for u in members]) - sum(lcps)
         if not units.cost.counts_rows:
             work = sum([units.unit_work[u] for u in members]) - sum(map(units.cost.shared_work, lcps))
@@ -115,6 +115,18 @@ class Draft:
         window = self.windows[b.window]
         return all(window.start <= u < window.end for u in members)
 
+    def part_with(self, b: Bin, run: list[int]) -> list[int] | None:
+        """Members of a bin that are computed as one tree with a run of units; `None` if parts of the run differ."""
+        if b.window is None:
+            return b.members
+        window = self.windows[b.window]
+        low, high = bisect_left(b.members, window.start), bisect_left(b.members, window.end)
+        if window.start <= run[0] and run[-1] < window.end:
+            return b.members[low:high]
+        if run[-1] < window.start or window.end <= run[0]:
+            return b.members[:low] + b.members[high:]
+        return None
+
     def may_hold(self, b: Bin, members: list[int]) -> bool:
         """Whether a bin of a window keeps a member that starts with the shared prefix; plain bins hold anything."""
         if b.window is None:
@@ -122,6 +134,11 @@ class Draft:
         window = self.windows[b.window]
         at = bisect_left(members, window.start)
         return at < len(members) and members[at] < window.end
+
+    @property
+    def total_work(self) -> int:
+        """Work of all bins together."""
+        return sum(b.work for b in self.bins)
 
     def objectives(self) -> tuple[int, int, int]:
         """Total work, sum over slots of the heaviest bin, largest cumulative work of a replica."""

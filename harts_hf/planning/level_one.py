@@ -4,19 +4,21 @@ Candidates, for the fewest slots that any of them needs and for the slots of the
 
 - the exact program with as many contiguous ranges as the slots have cells, at several limits of rows between the
   smallest that still fits and the budget;
-- greedy packings, in two orders and by two rules, of pieces: natural pieces of several grains, and the ranges of the
-  exact program when ranges may be joined again for free;
-- the cheapest partition and the packing with fewest bins, repacked a few bins at a time in other depth-first orders.
+- greedy packings, in two orders and by two rules, and packings by filling, of pieces: natural pieces of several
+  grains, and the ranges of the exact program when ranges may be joined again for free;
+- the cheapest partition and the packings, repacked a few bins at a time, the best of them for longer.
 
 Each is placed by work. For each number of slots the best few are refined, aligned to the grid and compared once more.
 Fewer slots win unless more of them lower the first objective by more than `SLOT_GAIN`: a slot has a cost of its own.
+If total work comes first, a cell that costs work to fill stays empty.
 """
 
 import numpy as np
 
 from .align import align
 from .draft import Bin, Draft
-from .packing import ORDERS, pack
+from .level import level
+from .packing import ORDERS, pack, pack_by_filling
 from .partition import cheapest_partition, first_starts
 from .placement import place
 from .refine import refine
@@ -25,9 +27,17 @@ from .units import Units
 
 LIMIT_STEPS = (0.0, 0.06, 0.125, 0.25, 0.5, 1.0)  # where limits lie between the smallest and the budget
 GRAINS = (1, 4, 16)  # natural pieces hold at most the budget divided by one of these
+FILLED_GRAINS = (1, 2, 4)  # the same for packings by filling
 SLOT_GAIN = 0.01  # share of the first objective that a plan with more slots has to gain
 REFINED = 3  # candidates that are refined, at least
 REFINED_BINS = 400  # and as many as hold this many bins together
+TRIAL_STEPS = 20_000  # units that each packing is repacked by
+REPACKED = 3  # packings that are repacked for longer: of least work and, one of them, of fewest bins
+UNIT_STEPS = 200_000  # units that each of those is repacked by
+LEVELLED = 3  # refined candidates that are levelled
+LEVEL_STEPS = 50_000  # units that each of those is levelled by
+EVENED = 3  # refined candidates that are repacked towards even bins
+EVEN_STEPS = 40_000  # units that each of those is repacked by
 
 
 def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objective: tuple[int, ...]) -> Draft:
@@ -47,9 +57,9 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
     joinable = cheapest_partition(np.maximum(units.cut_work - common, 0), starts, most=True)
     pieces.append(list(zip(joinable, [*joinable[1:], len(units)], strict=True)))
     packings = [pack(units, p, max_rows, None, order, "fullest") for p in pieces for order in ORDERS]
-    ranges = [list(range(s, e)) for s, e in zip(cheapest, [*cheapest[1:], len(units)], strict=True)]
-    packings += [repack(units, bins, max_rows) for bins in (ranges, min(packings, key=len))]
+    packings += _repacked(units, max_rows, cheapest, pieces[-1], min(packings, key=len))
     fewest = min(fewest_ranges(units, max_rows), *map(len, packings))
+    work_first = objective[0] == 0
 
     drafts = []
     for num_slots in sorted({-(-fewest // num_replicas), -(-len(cheapest) // num_replicas)}):
@@ -57,17 +67,21 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
         candidates = [bins for bins in packings if len(bins) <= num_cells]
         candidates += _contiguous(units, max_rows, num_cells)
         candidates += [pack(units, p, max_rows, num_cells, "largest first", "lightest") for p in pieces]
-        for members in candidates:
-            if members is not None:
-                bins = [Bin(m) for m in members] + [Bin([]) for _ in range(num_cells - len(members))]
-                drafts.append(Draft(units, max_rows, num_replicas, bins))
-                place(bins, num_replicas)
+        drafts += [_placed(units, bins, max_rows, num_slots, num_replicas) for bins in candidates if bins is not None]
     best: list[Draft] = []
     for num_slots in sorted({draft.num_slots for draft in drafts}):
         of_size = most_promising([draft for draft in drafts if draft.num_slots == num_slots], objective)
         for draft in of_size:
             refine(draft, objective)
-            align(draft)
+            align(draft, for_free=work_first)
+            place(draft.bins, num_replicas)
+        of_size.sort(key=lambda draft: rank(draft, objective))
+        if num_replicas > 1 and not work_first:
+            evened = [_evened(draft) for draft in of_size[:EVENED]]
+            of_size += [draft for draft in evened if draft.num_slots == num_slots]
+            of_size.sort(key=lambda draft: rank(draft, objective))
+        for draft in of_size[: LEVELLED if num_replicas > 1 else 0]:
+            level(draft, objective, LEVEL_STEPS)
             place(draft.bins, num_replicas)
         best.append(min(of_size, key=lambda draft: rank(draft, objective)))
     chosen = best[0]
@@ -75,6 +89,48 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
         if rank(draft, objective)[0] < (1 - SLOT_GAIN) * rank(chosen, objective)[0]:
             chosen = draft
     return chosen
+
+
+def _repacked(
+    units: Units, max_rows: int, cheapest: list[int], joinable: list[tuple[int, int]], packing: list[list[int]]
+) -> list[list[list[int]]]:
+    """Repacked partitions and packings: all for a short while, the cheapest for longer."""
+    started = [packing, [list(range(s, e)) for s, e in zip(cheapest, [*cheapest[1:], len(units)], strict=True)]]
+    grains = [units.natural_pieces(max(1, max_rows // grain)) for grain in FILLED_GRAINS]
+    started += [pack_by_filling(units, pieces, max_rows) for pieces in (joinable, *grains)]
+    tried = [repack(units, bins, max_rows, TRIAL_STEPS) for bins in started]
+    by_work, by_count = _sorted_by_work(units, tried, max_rows), sorted(tried, key=len)
+    chosen = [by_work[0], *(bins for bins in by_count[:1] if bins is not by_work[0]), *by_work[1:]][:REPACKED]
+    longer = [repack(units, bins, max_rows, UNIT_STEPS) for bins in chosen]
+    again = repack(units, _sorted_by_work(units, longer, max_rows)[0], max_rows, UNIT_STEPS)
+    return [*tried, *longer, again]
+
+
+def _sorted_by_work(units: Units, packings: list[list[list[int]]], max_rows: int) -> list[list[list[int]]]:
+    """Packings by total work, then by number of bins."""
+
+    def value(bins: list[list[int]]) -> tuple[int, int]:
+        return Draft(units, max_rows, 1, [Bin(members) for members in bins]).total_work, len(bins)
+
+    return sorted(packings, key=value)
+
+
+def _evened(draft: Draft) -> Draft:
+    """A draft whose bins are packed again, for less total work and more even rows; aligned to the same grid."""
+    members = [b.members for b in draft.bins if b.members]
+    packed = repack(draft.units, members, draft.max_rows, EVEN_STEPS, even=True)
+    evened = _placed(draft.units, packed, draft.max_rows, draft.num_slots, draft.num_replicas)
+    align(evened)
+    place(evened.bins, draft.num_replicas)
+    return evened
+
+
+def _placed(units: Units, packing: list[list[int]], max_rows: int, num_slots: int, num_replicas: int) -> Draft:
+    """A packing on a grid that has a cell for each of its bins."""
+    empty = num_slots * num_replicas - len(packing)
+    draft = Draft(units, max_rows, num_replicas, [Bin(m) for m in packing] + [Bin([]) for _ in range(empty)])
+    place(draft.bins, num_replicas)
+    return draft
 
 
 def rank(draft: Draft, objective: tuple[int, ...]) -> tuple[int, ...]:

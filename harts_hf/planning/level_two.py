@@ -2,13 +2,14 @@
 
 Candidates: for a few numbers of slots, up to those of the plan without windows, the exact program over windows at
 several limits of rows, placed on the grid and refined: trajectories then move between consumers, windows and plain
-microbatches. The plan without windows is one of the candidates.
+microbatches. The best of them are levelled too. The plan without windows is one of the candidates.
 """
 
 import numpy as np
 
 from .align import align
 from .draft import Draft, SharedPrefix
+from .level import level
 from .level_one import most_promising, rank
 from .refine import refine
 from .reseat import reseat
@@ -20,6 +21,9 @@ LIMIT_STEPS = (0.03, 0.1, 0.3, 1.0)  # where limits lie between the smallest tha
 BISECTIONS = 6
 PENALTIES = (0.0, 0.06)  # work that a range is taken to cost in addition, as a share of the limit
 COARSE_UNITS = 600  # units of the exact program; refinement moves the finer ones
+LEVELLED = 2  # refined candidates that are levelled
+LEVEL_ROUNDS = 2  # with placement improved in between
+LEVEL_STEPS = 60_000  # units of a round
 
 
 def plan_with_windows(plain: Draft, max_prefix: int, objective: tuple[int, ...]) -> Draft:
@@ -49,8 +53,13 @@ def plan_with_windows(plain: Draft, max_prefix: int, objective: tuple[int, ...])
         refine(draft, objective)
         reseat(draft)
         refine(draft, objective)
-        align(draft)
+        align(draft, for_free=objective[0] == 0)
         reseat(draft)
+    drafts.sort(key=lambda draft: rank(draft, objective))
+    for draft in drafts[:LEVELLED]:
+        for _ in range(LEVEL_ROUNDS):
+            level(draft, objective, LEVEL_STEPS)
+            reseat(draft)
     return min([plain, *drafts], key=lambda draft: rank(draft, objective))
 
 

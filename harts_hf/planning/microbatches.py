@@ -44,7 +44,8 @@ def plan_step(
         max_tokens: most rows that a replica runs in a slot, a producer's rows included. A trajectory longer than this
             runs alone, with a warning; its own prefixes, which add no row, run with it.
         num_replicas: data-parallel replicas; a slot has one microbatch for each. `None` stands in the slots only if
-            there are fewer trajectories than replicas times slots.
+            there are fewer trajectories than replicas times slots, or if total work comes first and one more
+            microbatch would add to it.
         windows: share prefixes across consecutive microbatches of a replica. The plan then needs an executor that runs
             producers.
         objective: one of `OBJECTIVES`.

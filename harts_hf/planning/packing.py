@@ -7,10 +7,12 @@ A heuristic; it complements the contiguous program where whole small trees have 
 
 from bisect import bisect_left, insort
 
+from .fill import fill
 from .units import Units
 
 ORDERS = ("largest first", "in order")
 NEIGHBOURS = 3  # bins that are tried on each side: owners of packed neighbours, and by load
+MAX_CHOICE = 128  # pieces of evenly spaced ranks that a bin is filled from
 
 
 def pack(units: Units, pieces: list[tuple[int, int]], max_rows: int, num_bins: int | None, order: str, rule: str):
@@ -66,6 +68,31 @@ def pack(units: Units, pieces: list[tuple[int, int]], max_rows: int, num_bins: i
         members[b][where:where] = range(start, end)
         insort(packed, (start, b))
     return [m for m in members if m]
+
+
+def pack_by_filling(units: Units, pieces: list[tuple[int, int]], max_rows: int) -> list[list[int]]:
+    """Pack pieces bin after bin: the largest piece left, then those that fill the bin as far as subset sums reach.
+
+    Pieces are taken to share no more than all units do, so a bin may keep room.
+
+    Args:
+        units, pieces, max_rows: as for [`pack`].
+
+    Returns:
+        List of bins, each an increasing list of units.
+    """
+    shared = units.lcp(0, len(units) - 1) if len(units) > 1 else 0
+    left = sorted(((int(units.range_rows(*p)) - shared, *p) for p in pieces), key=lambda p: (-p[0], p[1]))
+    bins = []
+    while left:
+        lead, *left = left
+        room = max_rows - shared - lead[0]
+        first = bisect_left(left, -room, key=lambda p: -p[0])  # the larger ones do not fit
+        fitting = range(first, len(left), max(1, -(-(len(left) - first) // MAX_CHOICE)))
+        chosen = {fitting[k] for k in fill([left[k][0] for k in fitting], room)}
+        bins.append(sorted(u for _, s, e in (lead, *(left[k] for k in chosen)) for u in range(s, e)))
+        left = [p for k, p in enumerate(left) if k not in chosen]
+    return bins
 
 
 def _saved_rows(units: Units, members: list[int], start: int, end: int) -> int:

@@ -42,7 +42,7 @@ class _Runs:
     def __init__(self, draft: Draft, b: Bin):
         units, members = draft.units, b.members
         shared_work = units.cost.shared_work
-        cuts = [0] * bool(members) + [units.lcp(a, b) for a, b in zip(members, members[1:], strict=False)]
+        cuts = [0] * bool(members) + units.neighbour_lcps(members)
         rows = list(accumulate((units.unit_rows[u] - c for u, c in zip(members, cuts, strict=True)), initial=0))
         saved = [shared_work(c) for c in cuts]
         work = list(accumulate((units.unit_work[u] - s for u, s in zip(members, saved, strict=True)), initial=0))
@@ -140,15 +140,17 @@ class _Search:
                     if b is not heavy and b not in targets:
                         targets.append(b)
             for b in targets:
-                if not (b.members and self.draft.is_one_tree(b, [b.members[0], run[0], run[-1], b.members[-1]])):
+                at = bisect_left(b.members, run[0])
+                part = self.draft.part_with(b, run) if b.members else None
+                if part is None:
                     joined = sorted(b.members + run)
                     rows, work = self.draft.charge(joined, b.window, b.produces)
                     rows, work = rows - b.rows, work - b.work
+                elif at < len(b.members) and b.members[at] < run[-1]:
+                    continue
                 else:
-                    at = bisect_left(b.members, run[0])
-                    if at < len(b.members) and b.members[at] < run[-1]:
-                        continue
-                    rows, work = self._joining(b.members, at, run, runs.rows[k], runs.work[k])
+                    where = bisect_left(part, run[0])
+                    rows, work = self._joining(part, where, run, runs.rows[k], runs.work[k])
                     joined = b.members[:at] + run + b.members[at:]
                 if b.rows + rows > self.draft.max_rows:
                     continue

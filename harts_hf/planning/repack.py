@@ -1,85 +1,171 @@
-"""Local search on packings: a few bins are packed again by the exact program, in a new depth-first order.
+"""Local search on packings: a few bins are packed again, by the exact program in a new order or by exact filling.
 
-A heuristic. Children of a fork may stand in any order, and each order has its own contiguous partitions. A step takes
-a few bins, puts their units in a random depth-first order, partitions them at least cost, and keeps the result if the
-total work, or else the number of bins, does not grow. Random choices come from a fixed seed.
+A heuristic. A step takes a few bins, half of the time such as hold neighbours, and packs their units again in one of
+two ways. Children of a fork may stand in any order, and each depth-first order has its own contiguous partitions: one
+way partitions a random order at least cost. The other parts the units into subtrees and fills one bin after the other
+as far as subset sums reach. A result is kept if the total work, each bin counted as `BIN_WORK` more, does not grow and
+at equal work the sum of squared rows does not fall: room gathers in few bins, until one can go. With `even` the sum
+does not grow instead, and bins are filled to even shares. Random choices come
+from a fixed seed.
 """
 
 from random import Random
 
 import numpy as np
 
+from .fill import fill
 from .partition import cheapest_partition, first_starts
+from .subtrees import children, random_pieces
 from .units import Units
 
 SEED = 0
-UNIT_STEPS = 40_000  # units packed again, over all steps
 STEP_OVERHEAD = 20  # a step costs as much as packing this many units
-PATIENCE = 40  # steps without a gain, for each bin, after which the search ends
-BINS_TAKEN = (2, 3, 4)
+PATIENCE = 10  # steps without a gain, for each unit and bin, after which the search ends
+BIN_WORK = 0.02  # of the budget: what a bin is taken to cost in addition
+BINS_TAKEN = (2, 3, 4, 5, 6)
+MAX_PIECES = 32  # subtrees that a filling chooses from; more of them are joined to neighbours
+FILLED_SHARE = 0.7  # steps that fill; the others partition
+LED_SHARE = 0.7  # fillings whose bins each start with the largest subtree left
 
 
-def repack(units: Units, bins: list[list[int]], max_rows: int) -> list[list[int]]:
-    """Bins of no more total work, and no more of them, than the given ones.
+def repack(units: Units, bins: list[list[int]], max_rows: int, unit_steps: int, even: bool = False) -> list[list[int]]:
+    """Bins of no more total work and number, weighed together, than the given ones.
 
     Args:
         units: ordered units.
         bins: increasing lists of units.
         max_rows: most rows of a bin; a unit above it stays a bin of its own.
+        unit_steps: units packed again over all steps, which bounds the time whatever the bins hold.
+        even: let the sum of squared rows fall instead of grow, so that bins come closer to each other.
     """
-    random = Random(SEED)
-    fixed = [members for members in bins if units.unit_rows[members[-1]] > max_rows]
-    bins = [members for members in bins if units.unit_rows[members[-1]] <= max_rows]
-    unit_steps = UNIT_STEPS
+    search = _Repacking(units, max_rows, bins, even)
     idle_steps = 0
-    while len(bins) > 1 and unit_steps > 0 and idle_steps < PATIENCE * len(bins) + 100:
-        first = random.randrange(len(bins))
-        taken = {first} | {random.randrange(len(bins)) for _ in range(random.choice(BINS_TAKEN) - 1)}
+    while len(search.bins) > 1 and unit_steps > 0 and idle_steps < PATIENCE * len(units) * len(search.bins):
+        repacked, gained = search.step()
+        unit_steps -= repacked + STEP_OVERHEAD
+        idle_steps = 0 if gained else idle_steps + 1
+    return search.fixed + search.bins
+
+
+class _Repacking:
+    def __init__(self, units: Units, max_rows: int, bins: list[list[int]], even: bool):
+        self.units, self.max_rows, self.even = units, max_rows, even
+        self.random = Random(SEED)
+        self.bin_work = round(BIN_WORK * max_rows)
+        self.fixed = [members for members in bins if units.unit_rows[members[-1]] > max_rows]
+        self.bins = [members for members in bins if units.unit_rows[members[-1]] <= max_rows]
+        self.owner = {u: b for b, members in enumerate(self.bins) for u in members}
+        self.values = [self._value(members) for members in self.bins]
+
+    def step(self) -> tuple[int, bool]:
+        """Pack a few bins again; returns the number of units packed, and whether the work or the squares gained."""
+        taken = self._choose()
         if len(taken) == 1:
-            unit_steps -= 1
-            continue
-        members = sorted(u for b in taken for u in bins[b])
-        unit_steps -= len(members) + STEP_OVERHEAD
-        packed = _partition(units, members, max_rows, random)
-        before = [bins[b] for b in sorted(taken)]
-        after, until_now = (_saved(units, packed), -len(packed)), (_saved(units, before), -len(before))
-        idle_steps = 0 if after > until_now else idle_steps + 1
-        if after >= until_now:
-            bins = [members for b, members in enumerate(bins) if b not in taken] + packed
-    return fixed + bins
+            return 0, False
+        members = sorted([u for b in taken for u in self.bins[b]])
+        cuts = [0, *self.units.neighbour_lcps(members)]
+        pack = self._filled if self.random.random() < FILLED_SHARE else self._partitioned
+        packed = pack(members, cuts, len(taken))
+        if packed is None:
+            return len(members), False
+        values = [self._value(p) for p in packed]
+        before = [self.values[b] for b in taken]
+        loss = (
+            sum(v[0] for v in values) - sum(v[0] for v in before),
+            sum(v[1] for v in before) - sum(v[1] for v in values),
+        )
+        if loss <= (0, 0):
+            self._replace(taken, packed, values)
+        return len(members), loss < (0, 0)
 
+    def _choose(self) -> list[int]:
+        """A random bin and a few more: owners of its members' neighbours, or any."""
+        random, bins = self.random, self.bins
+        first = random.randrange(len(bins))
+        taken = {first: None}
+        for _ in range(random.choice(BINS_TAKEN) - 1):
+            if random.random() < 0.5:
+                other = self.owner.get(random.choice(bins[first]) + random.choice((-1, 1)), first)
+            else:
+                other = random.randrange(len(bins))
+            taken[other] = None
+        return list(taken)
 
-def _partition(units: Units, members: list[int], max_rows: int, random: Random) -> list[list[int]]:
-    order, cuts = _random_order(units, members, random)
-    rows = units.rows[order]
-    cut = np.array(cuts)
-    starts = cheapest_partition(units.cost.shared_work(cut), first_starts(rows, rows - cut, max_rows))
-    return [sorted(order[s:e]) for s, e in zip(starts, [*starts[1:], len(order)], strict=True)]
+    def _value(self, members: list[int]) -> tuple[int, int]:
+        """Work of a bin with `bin_work`, and its rows squared."""
+        units = self.units
+        unit_rows, lcps = units.unit_rows, units.neighbour_lcps(members)
+        rows = work = sum([unit_rows[u] for u in members]) - sum(lcps)
+        if not units.cost.counts_rows:
+            work = sum([units.unit_work[u] for u in members]) - sum(map(units.cost.shared_work, lcps))
+        squares = rows * rows
+        return work + self.bin_work, -squares if self.even else squares
 
+    def _replace(self, taken: list[int], packed: list[list[int]], values: list[tuple[int, int]]) -> None:
+        """Bins `taken` become `packed`; the others keep their order up to which of them fill the holes."""
+        for b in sorted(taken, reverse=True):
+            last, last_value = self.bins.pop(), self.values.pop()
+            if b < len(self.bins):
+                self.bins[b], self.values[b] = last, last_value
+                for u in last:
+                    self.owner[u] = b
+        for members, value in zip(packed, values, strict=True):
+            for u in members:
+                self.owner[u] = len(self.bins)
+            self.bins.append(members)
+            self.values.append(value)
 
-def _random_order(units: Units, members: list[int], random: Random) -> tuple[list[int], list[int]]:
-    """Units in a random depth-first order of their tree, and each one's LCP with the one before it."""
-    between = [0] + [units.lcp(a, b) for a, b in zip(members, members[1:], strict=False)]
-    order: list[int] = []
-    cuts: list[int] = []
-    pending = [(0, len(members), 0)]  # a subtree and its LCP with what stands before it
-    while pending:
-        start, end, cut = pending.pop()
-        if end - start == 1:
-            order.append(members[start])
-            cuts.append(cut)
-            continue
-        fork = min(between[start + 1 : end])
-        bounds = [start, *(k for k in range(start + 1, end) if between[k] == fork), end]
-        children = list(zip(bounds, bounds[1:], strict=False))
-        random.shuffle(children)
-        # the first child stands next to what is before the subtree
-        pending += [(s, e, fork) for s, e in children[:0:-1]]
-        pending.append((*children[0], cut))
-    return order, cuts
+    def _filled(self, members: list[int], cuts: list[int], num_bins: int) -> list[list[int]] | None:
+        """Subtrees of a random division, bin after bin; `None` if a subtree does not fit."""
+        random, unit_rows = self.random, self.units.unit_rows
+        pieces = random_pieces(cuts, MAX_PIECES, random)
+        shared = min(cuts[1:])
+        room = self.max_rows - shared  # a bin holds what all units share, and pieces beyond it
+        sizes = [sum([unit_rows[u] for u in members[s:e]]) - sum(cuts[s + 1 : e]) - shared for s, e in pieces]
+        if max(sizes) > room:
+            return None
+        led = random.random() < LED_SHARE
+        packed = []
+        while pieces:
+            target = room
+            if self.even and len(packed) < num_bins - 1:
+                target = min(room, sum(sizes) // (num_bins - len(packed)))
+            if sum(sizes) <= target:
+                chosen = set(range(len(pieces)))
+            elif led or max(sizes) > target:
+                lead = sizes.index(max(sizes))
+                others = [*sizes[:lead], room + 1, *sizes[lead + 1 :]]
+                chosen = {lead, *fill(others, target - sizes[lead])}
+            else:
+                chosen = set(fill(sizes, target))
+            packed.append(sorted([u for k in chosen for u in members[pieces[k][0] : pieces[k][1]]]))
+            sizes = [size for k, size in enumerate(sizes) if k not in chosen]
+            pieces = [piece for k, piece in enumerate(pieces) if k not in chosen]
+        return packed
 
+    def _partitioned(self, members: list[int], cuts: list[int], num_bins: int) -> list[list[int]]:
+        """The cheapest partition of a random depth-first order."""
+        units = self.units
+        order, between = self._random_order(members, cuts)
+        rows, cut = units.rows[order], np.array(between)
+        starts = cheapest_partition(units.cost.shared_work(cut), first_starts(rows, rows - cut, self.max_rows))
+        return [sorted(order[s:e]) for s, e in zip(starts, [*starts[1:], len(order)], strict=True)]
 
-def _saved(units: Units, bins: list[list[int]]) -> int:
-    """Work that the units of the bins save by sharing."""
-    shared_work, lcp = units.cost.shared_work, units.lcp
-    return sum(shared_work(lcp(a, b)) for members in bins for a, b in zip(members, members[1:], strict=False))
+    def _random_order(self, members: list[int], cuts: list[int]) -> tuple[list[int], list[int]]:
+        """Units in a random depth-first order of their tree, and each one's LCP with the one before it."""
+        order: list[int] = []
+        between: list[int] = []
+        pending = [(0, len(members), 0)]  # a subtree and its LCP with what stands before it
+        while pending:
+            start, end, cut = pending.pop()
+            if end - start == 1:
+                order.append(members[start])
+                between.append(cut)
+                continue
+            subtrees = children(cuts, start, end)
+            fork = cuts[subtrees[1][0]]
+            self.random.shuffle(subtrees)
+            # the first child stands next to what is before the subtree
+            pending += [(s, e, fork) for s, e in subtrees[:0:-1]]
+            pending.append((*subtrees[0], cut))
+        return order, between

@@ -111,21 +111,27 @@ class Units:
         return [level.tolist() for level in self._least_cut]
 
     @cached_property
-    def _cuts(self) -> list[int]:
+    def cuts(self) -> list[int]:
+        """`cut` as Python ints."""
         return self.cut.tolist()
 
     def valley(self, start: int, end: int) -> int:
         """The unit in `start + 1 .. end - 1` with the least LCP to its left neighbour, the leftmost of equals."""
         level = (end - start - 1).bit_length() - 1
-        table, cuts = self._least_cut_lists[level], self._cuts
+        table, cuts = self._least_cut_lists[level], self.cuts
         left, right = table[start + 1], table[end - (1 << level)]
         return left if cuts[left] <= cuts[right] else right
 
     def lcp(self, left: int, right: int) -> int:
         """Tokens shared by units `left < right`."""
         if right == left + 1:
-            return self._cuts[right]
-        return self._cuts[self.valley(left, right + 1)]
+            return self.cuts[right]
+        return self.cuts[self.valley(left, right + 1)]
+
+    def neighbour_lcps(self, members: list[int]) -> list[int]:
+        """LCP of each of the increasing units but the first with the one before it."""
+        cuts, lcp = self.cuts, self.lcp
+        return [cuts[b] if b == a + 1 else lcp(a, b) for a, b in zip(members, members[1:], strict=False)]
 
     def lcps(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
         """`lcp` of arrays of units."""
@@ -180,7 +186,7 @@ class Units:
         if len(self) <= max_units:
             return self
         grain = self.total_rows // max_units
-        offsets, cuts = self.row_offsets.tolist(), self._cuts
+        offsets, cuts = self.row_offsets.tolist(), self.cuts
         pieces = [(0, 1)]
         for unit in range(1, len(self)):
             start = pieces[-1][0]

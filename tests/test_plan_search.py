@@ -1,0 +1,98 @@
+"""The planner's searches: filling equals brute force; repacking and levelling never lose, and keep every unit."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from harts_hf.planning import fill as filling
+from harts_hf.planning.cost import CostModel
+from harts_hf.planning.draft import Bin, Draft
+from harts_hf.planning.level import level
+from harts_hf.planning.packing import pack_by_filling
+from harts_hf.planning.repack import BIN_WORK, repack
+from harts_hf.planning.units import Units
+from harts_hf.tree import PrefixTree
+
+COSTS = (CostModel(), CostModel(pair=0.25, replay=0.5, chunk_size=2))
+
+
+def random_units(rng, cost):
+    sequences = [rng.integers(0, 3, rng.integers(1, 12)).tolist() for _ in range(rng.integers(2, 30))]
+    return Units.from_tree(PrefixTree.from_sequences(sequences), cost)
+
+
+def members_of(bins):
+    return sorted(u for members in bins for u in members)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_filling_equals_brute_force(seed):
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 30, rng.integers(1, 9)).tolist()
+    target = int(rng.integers(-2, 120))
+    sums = {
+        sum(s for s, taken in zip(sizes, mask, strict=True) if taken) for mask in product((0, 1), repeat=len(sizes))
+    }
+    chosen = filling.fill(sizes, target)
+    assert chosen == sorted(set(chosen))
+    assert sum(sizes[k] for k in chosen) == max((s for s in sums if s <= target), default=0)
+
+
+def test_filling_in_grains_stays_within_the_target(monkeypatch):
+    monkeypatch.setattr(filling, "RESOLUTION", 64)
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        sizes = rng.integers(1, 3000, 12).tolist()
+        target = int(rng.integers(1000, 9000))
+        total = sum(sizes[k] for k in filling.fill(sizes, target))
+        assert total <= target
+        assert total >= min(sum(sizes), target) - 13 * (target // 64 + 1) - max(sizes)
+
+
+@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("even", [False, True])
+def test_repacking_never_loses(seed, even):
+    rng = np.random.default_rng(seed)
+    units = random_units(rng, COSTS[seed % 2])
+    max_rows = int(rng.integers(6, 40))
+    bins = pack_by_filling(units, units.natural_pieces(max(1, max_rows // int(rng.integers(1, 5)))), max_rows)
+    packed = repack(units, bins, max_rows, 3000, even)
+    assert members_of(packed) == members_of(bins) == list(range(len(units)))
+    before, after = (Draft(units, max_rows, 1, [Bin(members) for members in b]) for b in (bins, packed))
+    weight = round(BIN_WORK * max_rows)
+    assert after.total_work + weight * len(packed) <= before.total_work + weight * len(bins), f"seed {seed}"
+    for draft in (before, after):
+        assert all(b.rows <= max_rows or len(b.members) == 1 for b in draft.bins), f"seed {seed}"
+
+
+@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("objective", [(0, 1, 2), (1, 0, 2), (2, 0, 1)])
+def test_levelling_never_loses(seed, objective):
+    rng = np.random.default_rng(seed)
+    units = random_units(rng, COSTS[seed % 2])
+    max_rows, num_replicas = int(rng.integers(12, 40)), int(rng.integers(1, 4))
+    packing = pack_by_filling(units, units.natural_pieces(max_rows), max_rows)
+    bins = [Bin(members, k // num_replicas, k % num_replicas) for k, members in enumerate(packing)]
+    draft = Draft(units, max_rows, num_replicas, bins)
+    before = [draft.objectives()[k] for k in objective]
+    level(draft, objective, 5000)
+    assert [draft.objectives()[k] for k in objective] <= before, f"seed {seed}"
+    assert members_of([b.members for b in draft.bins]) == list(range(len(units)))
+    for b in draft.bins:
+        assert (b.rows, b.work) == draft.charge(b.members, None, False)
+        assert b.rows <= max_rows or len(b.members) == 1, f"seed {seed}"
+        assert b.members or objective[0] == 0, "only total work empties a bin"
+
+
+def test_searches_find_what_a_greedy_packing_misses():
+    """Negative control: largest first leaves four bins for what three hold."""
+    units = Units.from_tree(
+        PrefixTree.from_sequences([[k] * n for k, n in enumerate((6, 6, 5, 5, 4, 4))]), CostModel()
+    )
+    greedy = [[0, 4], [1, 5], [2], [3]]
+    assert len(repack(units, greedy, 10, 3000)) == 3
+    bins = [Bin([0, 1], 0, 0), Bin([2], 0, 1), Bin([3, 4, 5], 0, 2)]
+    draft = Draft(units, 13, 3, bins)
+    level(draft, (1, 0, 2), 3000)
+    assert draft.objectives()[1] == 10
