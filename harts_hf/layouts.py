@@ -12,7 +12,7 @@ from harts_hf.kernels.sequence_layout import SequenceLayout, Units
 from harts_hf.planning.chunks import plan_chunks
 from harts_hf.planning.packed_calls import PackedCallPlan, plan_node_calls, plan_packed_calls
 from harts_hf.planning.rounds import RoundPlan
-from harts_hf.planning.sequences import UnitPlan, plan_sequences
+from harts_hf.planning.sequences import plan_sequences
 from harts_hf.tree import PrefixTree
 
 ToTensor = Callable[[np.ndarray], torch.Tensor]
@@ -56,15 +56,14 @@ def _sequence_layout(rounds: RoundPlan, to_tensor: ToTensor, boundary_rows: Sequ
         num_roots=plan.num_roots,
         num_slots=plan.num_slots,
         num_groups=len(plan.group_sizes),
-        root_group_offsets=tuple(plan.group_offsets[: plan.num_roots + 1].tolist()),
+        num_root_groups=int(plan.group_offsets[plan.num_roots]),
         rows=to_tensor(rounds.rows),
         owned_rows=to_tensor(plan.owned_rows),
-        output_positions=to_tensor(plan.output_positions),
+        output_positions=to_tensor(rounds.output_positions),
         cu_seqlens=to_tensor(rounds.cu_seqlens),
         chunk_indices=to_tensor(plan.chunk_indices),
-        chunk_offsets=to_tensor(plan.chunk_offsets),
-        sequences=_units(plan.sequences, to_tensor),
-        pieces=_units(plan.pieces, to_tensor),
+        sequences=_as_tensors(Units, plan.sequences, to_tensor),
+        pieces=_as_tensors(Units, plan.pieces, to_tensor),
         group_offsets=to_tensor(plan.group_offsets),
         group_sizes=to_tensor(plan.group_sizes),
         group=to_tensor(plan.group),
@@ -76,19 +75,11 @@ def _sequence_layout(rounds: RoundPlan, to_tensor: ToTensor, boundary_rows: Sequ
     )
 
 
-def _units(plan: UnitPlan, to_tensor: ToTensor) -> Units:
-    return Units(
-        forward_order=to_tensor(plan.order),
-        tokens=to_tensor(plan.tokens),
-        first_chunk=to_tensor(plan.first_chunk),
-        source=to_tensor(plan.source),
-        piece_offsets=to_tensor(plan.piece_offsets),
-        piece_chunks=to_tensor(plan.piece_chunks),
-        piece_slots=to_tensor(plan.piece_slots),
-    )
-
-
 def _packed_calls(plan: PackedCallPlan, to_tensor: ToTensor) -> PackedCalls:
-    names = [field.name for field in dataclasses.fields(PackedCall)]
-    calls = tuple(PackedCall(**{name: to_tensor(getattr(call, name)) for name in names}) for call in plan.calls)
+    calls = tuple(_as_tensors(PackedCall, call, to_tensor) for call in plan.calls)
     return PackedCalls(calls, plan.boundary_pieces)
+
+
+def _as_tensors(cls, plan, to_tensor: ToTensor):
+    """A dataclass of tensors from the arrays of a plan that have the same names."""
+    return cls(**{field.name: to_tensor(getattr(plan, field.name)) for field in dataclasses.fields(cls)})

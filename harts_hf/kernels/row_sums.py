@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_PART = 64  # entries of a part: a tenth of a millisecond at most, and one stage for all but very wide forks
+MAX_PART = 64  # entries of a part: one stage for all but very wide forks
 
 
 @dataclass(frozen=True, eq=False)

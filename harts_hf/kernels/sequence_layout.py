@@ -49,13 +49,12 @@ class SequenceLayout:
         num_roots (`int`): slots that stand for the states above the roots, in row order.
         num_slots (`int`): roots and boundaries.
         num_groups (`int`): accumulators of state gradients.
-        root_group_offsets (`tuple[int, ...]`): groups of each root, leading 0.
+        num_root_groups (`int`): those of the roots, which come before the others.
         rows (`[T]`): row of each packed token.
         owned_rows (`[T]`): the same; -1 where the token is replayed.
         output_positions (`[C]`): packed token that each row is not replayed at.
         cu_seqlens (`[N + 1]`): offsets of the sequences among the packed tokens.
         chunk_indices (`[num_chunks, 2]`): sequence, and number in the sequence, of each chunk.
-        chunk_offsets (`[N + 1]`): chunks of each sequence.
         sequences, pieces (`Units`): one unit per sequence; one per piece.
         group_offsets (`[num_slots + 1]`): groups of each slot.
         group_sizes (`[num_groups]`): sequences of each group.
@@ -70,13 +69,12 @@ class SequenceLayout:
     num_roots: int
     num_slots: int
     num_groups: int
-    root_group_offsets: tuple[int, ...]
+    num_root_groups: int
     rows: torch.Tensor
     owned_rows: torch.Tensor
     output_positions: torch.Tensor
     cu_seqlens: torch.Tensor
     chunk_indices: torch.Tensor
-    chunk_offsets: torch.Tensor
     sequences: Units
     pieces: Units
     group_offsets: torch.Tensor
@@ -93,11 +91,6 @@ class SequenceLayout:
         """Chunks of all sequences."""
         return len(self.chunk_indices)
 
-    @property
-    def num_root_groups(self) -> int:
-        """Groups of the roots; they come before the others."""
-        return self.root_group_offsets[-1]
-
     def backward_order(self, longest_first: bool) -> torch.Tensor:
         """`[N]`: sequences in the order in which the backward kernel starts them.
 
@@ -111,6 +104,12 @@ class SequenceLayout:
     def _longest_first(self) -> torch.Tensor:
         others = self.topological_order[self.topological_order != self.longest]
         return torch.cat([others.new_tensor([self.longest]), others])
+
+    @cached_property
+    def root_sums(self) -> RowSums:
+        """Groups of each root."""
+        groups = torch.arange(self.num_root_groups, device=self.group_offsets.device)
+        return RowSums(self.num_roots, ((self.group_offsets[: self.num_roots + 1], groups),))
 
     @cached_property
     def sums(self) -> RowSums:

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .gather_rows_triton import sum_rows
 from .sequence_layout import SequenceLayout
 
 
@@ -49,10 +50,10 @@ def run_states(
     units = layout.pieces if slots_are_known else layout.sequences
     h = k.new_empty(layout.num_chunks, num_heads, dim_k, dim_v)
     v_new = torch.empty_like(u)
-    block_v, num_warps, num_stages = _configuration(k.dtype, dim_k, dim_v)
-    blocks = triton.cdiv(dim_v, block_v)
-    flags = _flags(layout.num_slots, num_heads * blocks, k.device)
-    _forward_kernel[(units.num_units * num_heads * blocks,)](
+    constants = _constants(k, w, dim_v, decay, layout)
+    programs = num_heads * triton.cdiv(dim_v, constants["BV"])  # of a unit
+    flags = _flags(layout.num_slots, programs, k.device)
+    _forward_kernel[(units.num_units * programs,)](
         k,
         w,
         u,
@@ -70,18 +71,8 @@ def run_states(
         units.piece_slots,
         0 if has_initial_states else layout.num_roots,
         layout.num_roots,
-        HK=k.shape[1],
-        H=num_heads,
-        K=dim_k,
-        V=dim_v,
-        BT=layout.chunk_size,
-        BK=max(16, triton.next_power_of_2(dim_k)),
-        BV=block_v,
-        HEAD_DECAY=decay.dim() == 2,
         IN_ORDER=not slots_are_known,
-        PRECISION=_precision(k.dtype),
-        num_warps=num_warps,
-        num_stages=num_stages,
+        **constants,
     )
     return h, v_new
 
@@ -118,8 +109,8 @@ def run_state_gradients(
     num_heads, dim_k, dim_v = w.shape[1], w.shape[2], do.shape[2]
     units = layout.sequences
     dh = k.new_empty(layout.num_chunks, num_heads, dim_k, dim_v)
-    block_v, num_warps, num_stages = _configuration(k.dtype, dim_k, dim_v)
-    programs = num_heads * triton.cdiv(dim_v, block_v)
+    constants = _constants(k, w, dim_v, decay, layout)
+    programs = num_heads * triton.cdiv(dim_v, constants["BV"])  # of a sequence
     first_group = 0 if has_initial_states else layout.num_root_groups
     groups = torch.empty(
         layout.num_groups - first_group, num_heads, dim_k, dim_v, dtype=torch.float32, device=k.device
@@ -149,40 +140,34 @@ def run_state_gradients(
         layout.request,
         first_group,
         scale,
-        HK=k.shape[1],
-        H=num_heads,
-        K=dim_k,
-        V=dim_v,
-        BT=layout.chunk_size,
-        BK=max(16, triton.next_power_of_2(dim_k)),
-        BV=block_v,
-        HEAD_DECAY=decay.dim() == 2,
         HAS_REQUESTS=state_gradients is not None,
-        PRECISION=_precision(k.dtype),
-        num_warps=num_warps,
-        num_stages=num_stages,
+        **constants,
     )
     if not has_initial_states:
         return dh, groups[:0]
-    roots = groups.new_zeros(layout.num_roots, *groups.shape[1:])
-    offsets = layout.root_group_offsets
-    for root in range(layout.num_roots):  # groups of a root: almost always one
-        for group in range(offsets[root], offsets[root + 1]):
-            roots[root] += groups[group]
-    return dh, roots
+    return dh, sum_rows(groups, layout.root_sums, torch.float32)
 
 
-def _configuration(dtype: torch.dtype, dim_k: int, dim_v: int) -> tuple[int, int, int]:
-    """Value channels of a program, warps and pipeline stages: the same for every tree, so that bits do not depend on
-    it."""
+def _constants(k: torch.Tensor, w: torch.Tensor, dim_v: int, decay: torch.Tensor, layout: SequenceLayout) -> dict:
+    """Sizes and configuration of both kernels: the same for every tree, so that bits do not depend on it."""
+    dim_k = w.shape[2]
     block_v = min(32, max(16, triton.next_power_of_2(dim_v)))
-    if dtype == torch.float32:
-        return min(block_v, 16 if dim_k > 64 else 32), 4, 1
-    return block_v, 4, 3 if dim_k <= 128 else 2
-
-
-def _precision(dtype: torch.dtype) -> tl.constexpr:
-    return "ieee" if dtype == torch.float32 else "tf32"  # of no effect on 16-bit operands
+    num_stages = 3 if dim_k <= 128 else 2
+    if k.dtype == torch.float32:
+        block_v, num_stages = min(block_v, 16 if dim_k > 64 else 32), 1
+    return {
+        "HK": k.shape[1],
+        "H": w.shape[1],
+        "K": dim_k,
+        "V": dim_v,
+        "BT": layout.chunk_size,
+        "BK": max(16, triton.next_power_of_2(dim_k)),
+        "BV": block_v,
+        "HEAD_DECAY": decay.dim() == 2,
+        "PRECISION": "ieee" if k.dtype == torch.float32 else "tf32",  # of no effect on 16-bit operands
+        "num_warps": 4,
+        "num_stages": num_stages,
+    }
 
 
 def _flags(num_flags: int, programs: int, device: torch.device) -> torch.Tensor:

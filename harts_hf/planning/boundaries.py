@@ -20,13 +20,11 @@ def locate_boundaries(rounds: RoundPlan, boundary_rows: Sequence[int]) -> tuple[
     rows = np.asarray(boundary_rows, dtype=np.int64)
     if len(np.unique(rows)) != len(rows):
         raise ValueError("a boundary row is given twice")
-    owned = np.flatnonzero(~rounds.is_replayed)
-    if len(rows) and (rows.min() < 0 or rows.max() >= len(owned)):
-        raise ValueError(f"boundary rows must be among the {len(owned)} rows of the tree")
-    position = np.empty(len(owned), dtype=np.int64)
-    position[rounds.rows[owned]] = owned
-    sequence = np.searchsorted(rounds.cu_seqlens, position[rows], side="right") - 1
-    tokens = position[rows] + 1 - rounds.cu_seqlens[sequence]
+    positions = rounds.output_positions
+    if len(rows) and (rows.min() < 0 or rows.max() >= len(positions)):
+        raise ValueError(f"boundary rows must be among the {len(positions)} rows of the tree")
+    sequence = np.searchsorted(rounds.cu_seqlens, positions[rows], side="right") - 1
+    tokens = positions[rows] + 1 - rounds.cu_seqlens[sequence]
     inside = rows[tokens % rounds.chunk_size != 0]
     if len(inside):
         raise ValueError(

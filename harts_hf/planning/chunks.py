@@ -66,16 +66,13 @@ def plan_chunks(rounds: RoundPlan, boundary_rows: Sequence[int] = ()) -> ChunkPl
     """
     size = rounds.chunk_size
     lengths = np.diff(rounds.cu_seqlens)
-    cu_chunks = np.zeros(rounds.num_sequences + 1, dtype=np.int64)
-    np.cumsum(-(-lengths // size), out=cu_chunks[1:])
+    cu_chunks = rounds.chunk_offsets
     num_chunks = int(cu_chunks[-1])
 
     # In sequence order the parent is the chunk before; for a first chunk, the one of the source that ends at `start`.
     sequence = np.repeat(np.arange(rounds.num_sequences), np.diff(cu_chunks))
     parent = np.arange(-1, num_chunks - 1)
-    source_start = rounds.start[rounds.source]  # unused where the source is -1
-    source_chunk = cu_chunks[rounds.source] + (rounds.start - source_start) // size - 1
-    parent[cu_chunks[:-1]] = np.where(rounds.source < 0, -1, source_chunk)
+    parent[cu_chunks[:-1]] = rounds.source_chunks
 
     level = rounds.start[sequence] // size + np.arange(num_chunks) - cu_chunks[sequence]
     order = np.argsort(level, kind="stable")
@@ -86,9 +83,6 @@ def plan_chunks(rounds: RoundPlan, boundary_rows: Sequence[int] = ()) -> ChunkPl
     slot = place[np.repeat(cu_chunks[:-1], lengths) + token_offset // size] * size + token_offset % size
     rows = np.full(num_chunks * size, -1, dtype=np.int64)
     rows[slot] = rounds.rows
-    owned = ~rounds.is_replayed
-    output_slot = np.empty(np.count_nonzero(owned), dtype=np.int64)
-    output_slot[rounds.rows[owned]] = slot[owned]
 
     boundary_sequence, boundary_tokens = locate_boundaries(rounds, boundary_rows)
     num_levels = int(level.max()) + 1
@@ -100,6 +94,6 @@ def plan_chunks(rounds: RoundPlan, boundary_rows: Sequence[int] = ()) -> ChunkPl
         parent=np.where(parent < 0, -1, place[parent])[order],
         root=np.unique(rows[: level_offsets[1], 0], return_inverse=True)[1].reshape(-1),
         level_offsets=level_offsets,
-        output_slot=output_slot,
+        output_slot=slot[rounds.output_positions],
         boundary_chunks=place[cu_chunks[boundary_sequence] + boundary_tokens // size - 1],
     )

@@ -92,12 +92,7 @@ class Draft:
                 outside_rows, outside_work = self.charge(members[:low] + members[high:], None, False)
                 rows, work = self.charge(members[low:high], window, produces)
                 return rows + outside_rows, work + outside_work
-        units = self.units
-        lcps = units.neighbour_lcps(members)
-        rows = work = sum([units.unit_rows[u] for u in members]) - sum(lcps)
-        if not units.cost.counts_rows:
-            work = sum([units.unit_work[u] for u in members]) - sum(map(units.cost.shared_work, lcps))
-        return self._in_window(rows, work, window, produces)
+        return self._in_window(*self.units.charge(members), window, produces)
 
     def _in_window(self, rows: int, work: int, window: int | None, produces: bool) -> tuple[int, int]:
         if window is not None:

@@ -11,6 +11,7 @@ from random import Random
 
 from .draft import Bin, Draft
 from .fill import fill
+from .seating import Seating
 from .subtrees import random_pieces
 
 SEED = 0
@@ -40,18 +41,12 @@ def level(draft: Draft, objective: tuple[int, ...], unit_steps: int) -> None:
             b.members, b.rows, b.work = members, rows, work
 
 
-class _Levelling:
+class _Levelling(Seating):
     def __init__(self, draft: Draft, objective: tuple[int, ...]):
         self.draft = draft
         self.work_first = objective[0] == 0
         self.random = Random(SEED)
-        self.slots: list[list[Bin]] = [[] for _ in range(draft.num_slots)]
-        self.owner: list[Bin] = [draft.bins[0]] * len(draft.units)
-        for b in draft.bins:
-            self.slots[b.slot].append(b)
-            for u in b.members:
-                self.owner[u] = b
-        self.heaviest = [max(b.work for b in slot) for slot in self.slots]
+        super().__init__(draft)
 
     def step(self, tolerance: int) -> int:
         """Fill a few bins anew; returns the number of their units."""
@@ -61,7 +56,7 @@ class _Levelling:
         if not others or len(members) < 2:
             return 0
         filled = self._fill(heavy, others, members)
-        charges = []
+        changes = []
         for b, held in filled:
             rows, work = self.draft.charge(held, b.window, b.produces)
             may_empty = self.work_first and b.window is None
@@ -69,14 +64,9 @@ class _Levelling:
             oversized = rows > self.draft.max_rows and len(held) > 1
             if emptied or oversized or not self.draft.may_hold(b, held):
                 return len(members)
-            charges.append((rows, work))
-        if self._change(filled, charges) <= ((0, 0) if self.work_first else (tolerance, 0)):
-            for (b, held), (rows, work) in zip(filled, charges, strict=True):
-                b.members, b.rows, b.work = held, rows, work
-                for u in held:
-                    self.owner[u] = b
-            for b, _ in filled:
-                self.heaviest[b.slot] = max(c.work for c in self.slots[b.slot])
+            changes.append((b, held, rows, work))
+        if self._growth(changes) <= ((0, 0) if self.work_first else (tolerance, 0)):
+            self.put(changes)
         return len(members)
 
     def _others(self, heavy: Bin) -> list[Bin]:
@@ -125,14 +115,13 @@ class _Levelling:
         filled.append((heavy, sorted([u for s, e in pieces for u in members[s:e]])))
         return filled
 
-    def _change(self, filled: list[tuple[Bin, list[int]]], charges: list[tuple[int, int]]) -> tuple[int, int]:
-        """Change of the first objective, and of what decides at an equal one."""
-        after = {id(b): work for (b, _), (_, work) in zip(filled, charges, strict=True)}
+    def _growth(self, changes: list[tuple[Bin, list[int], int, int]]) -> tuple[int, int]:
+        """Growth of the first objective, and of what decides at an equal one."""
+        after = {id(b): work for b, _, _, work in changes}
         total = squares = critical = 0
-        for b, _ in filled:
-            work = after[id(b)]
+        for b, _, _, work in changes:
             total += work - b.work
             squares += work * work - b.work * b.work
-        for slot in dict.fromkeys([b.slot for b, _ in filled]):
+        for slot in dict.fromkeys([b.slot for b, *_ in changes]):
             critical += max([after.get(id(b), b.work) for b in self.slots[slot]]) - self.heaviest[slot]
         return (total, critical) if self.work_first else (critical, squares)

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from itertools import accumulate
 
 from .draft import Bin, Draft
+from .seating import Seating
 
 MAX_RUNS = 24  # runs of a bin that are tried, larger subtrees first
 MAX_TARGETS = 8  # bins with the most room that are tried, in the whole step and in the slot
@@ -75,18 +76,12 @@ class _Runs:
             ]
 
 
-class _Search:
+class _Search(Seating):
     def __init__(self, draft: Draft, objective: tuple[int, ...]):
         self.draft = draft
         self.objective = [k for k in objective if k < 2]  # the largest replica work follows from the slots' evenness
         self.units = draft.units
-        self.slots: list[list[Bin]] = [[] for _ in range(draft.num_slots)]
-        self.owner: list[Bin] = [draft.bins[0]] * len(draft.units)
-        for b in draft.bins:
-            self.slots[b.slot].append(b)
-            for u in b.members:
-                self.owner[u] = b
-        self.heaviest = [max(b.work for b in slot) for slot in self.slots]
+        super().__init__(draft)
         self.runs: dict[int, _Runs] = {}  # by identity of a bin, dropped when the bin changes
         self.steps_left = 20 * len(draft.bins) + 200
 
@@ -104,14 +99,9 @@ class _Search:
         if best is None:
             return False
         self.steps_left -= 1
-        for b, members in best:
-            b.members = members
-            b.rows, b.work = self.draft.charge(members, b.window, b.produces)
-            self.runs.pop(id(b), None)
-            for u in members:
-                self.owner[u] = b
+        self.put([(b, members, *self.draft.charge(members, b.window, b.produces)) for b, members in best])
         for b, _ in best:
-            self.heaviest[b.slot] = max(c.work for c in self.slots[b.slot])
+            self.runs.pop(id(b), None)
         return True
 
     def _runs_of(self, b: Bin) -> _Runs:

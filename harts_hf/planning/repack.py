@@ -5,8 +5,7 @@ two ways. Children of a fork may stand in any order, and each depth-first order 
 way partitions a random order at least cost. The other parts the units into subtrees and fills one bin after the other
 as far as subset sums reach. A result is kept if the total work, each bin counted as `BIN_WORK` more, does not grow and
 at equal work the sum of squared rows does not fall: room gathers in few bins, until one can go. With `even` the sum
-does not grow instead, and bins are filled to even shares. Random choices come
-from a fixed seed.
+does not grow instead, and bins are filled to even shares. Random choices come from a fixed seed.
 """
 
 from random import Random
@@ -93,11 +92,7 @@ class _Repacking:
 
     def _value(self, members: list[int]) -> tuple[int, int]:
         """Work of a bin with `bin_work`, and its rows squared."""
-        units = self.units
-        unit_rows, lcps = units.unit_rows, units.neighbour_lcps(members)
-        rows = work = sum([unit_rows[u] for u in members]) - sum(lcps)
-        if not units.cost.counts_rows:
-            work = sum([units.unit_work[u] for u in members]) - sum(map(units.cost.shared_work, lcps))
+        rows, work = self.units.charge(members)
         squares = rows * rows
         return work + self.bin_work, -squares if self.even else squares
 

@@ -84,6 +84,27 @@ class RoundPlan:
         return offsets < np.repeat(self.replay, lengths)
 
     @cached_property
+    def output_positions(self) -> np.ndarray:
+        """`[C]`, int64: where in `rows` each row of the tree is owned."""
+        owned = np.flatnonzero(~self.is_replayed)
+        positions = np.empty(len(owned), dtype=np.int64)
+        positions[self.rows[owned]] = owned
+        return positions
+
+    @cached_property
+    def chunk_offsets(self) -> np.ndarray:
+        """`[num_sequences + 1]`, int64: offsets of the sequences among the chunks of all sequences, one by one."""
+        offsets = np.zeros(self.num_sequences + 1, dtype=np.int64)
+        np.cumsum(-(-np.diff(self.cu_seqlens) // self.chunk_size), out=offsets[1:])
+        return offsets
+
+    @property
+    def source_chunks(self) -> np.ndarray:
+        """`[num_sequences]`, int64: chunk with whose end state each sequence starts; -1 for the zero state."""
+        chunks_before = (self.start - self.start[self.source]) // self.chunk_size  # unused where the source is -1
+        return np.where(self.source < 0, -1, self.chunk_offsets[self.source] + chunks_before - 1)
+
+    @cached_property
     def sequences(self) -> tuple[RoundSequence, ...]:
         """The sequences one by one; their `rows` are views."""
         bounds = self.cu_seqlens.tolist()

@@ -22,7 +22,7 @@ class UnitPlan:
     """Units that a program each runs: sequences, or single pieces of them. Arrays are int64.
 
     Attributes:
-        order (`np.ndarray` of shape `[U]`): units in the order in which the forward kernel starts them.
+        forward_order (`np.ndarray` of shape `[U]`): units in the order in which the forward kernel starts them.
         tokens (`np.ndarray` of shape `[U, 2]`): first packed token, and one past the last.
         first_chunk (`np.ndarray` of shape `[U]`): chunk of the first token.
         source (`np.ndarray` of shape `[U]`): slot whose state the unit starts from.
@@ -31,7 +31,7 @@ class UnitPlan:
         piece_slots (`np.ndarray` of shape `[P]`): slot that takes the state at the piece's end; -1 for none.
     """
 
-    order: np.ndarray
+    forward_order: np.ndarray
     tokens: np.ndarray
     first_chunk: np.ndarray
     source: np.ndarray
@@ -50,9 +50,7 @@ class SequencePlan:
         num_roots (`int`): slots that stand for the states above the roots.
         num_slots (`int`): roots and boundaries.
         chunk_indices (`np.ndarray` of shape `[num_chunks, 2]`): sequence, and number in the sequence, of each chunk.
-        chunk_offsets (`np.ndarray` of shape `[N + 1]`): chunks of each sequence.
         owned_rows (`np.ndarray` of shape `[T]`): row of each packed token; -1 where it is replayed.
-        output_positions (`np.ndarray` of shape `[C]`): packed token that each row is not replayed at.
         sequences (`UnitPlan`): one unit per sequence.
         pieces (`UnitPlan`): one unit per piece.
         group_offsets (`np.ndarray` of shape `[num_slots + 1]`): groups of each slot.
@@ -67,9 +65,7 @@ class SequencePlan:
     num_roots: int
     num_slots: int
     chunk_indices: np.ndarray
-    chunk_offsets: np.ndarray
     owned_rows: np.ndarray
-    output_positions: np.ndarray
     sequences: UnitPlan
     pieces: UnitPlan
     group_offsets: np.ndarray
@@ -93,30 +89,24 @@ def plan_sequences(rounds: RoundPlan, boundary_rows: Sequence[int] = ()) -> Sequ
     """
     size, num_sequences = rounds.chunk_size, rounds.num_sequences
     begins, lengths = rounds.cu_seqlens[:-1], np.diff(rounds.cu_seqlens)
-    chunk_offsets = _offsets(-(-lengths // size))
+    chunk_offsets = rounds.chunk_offsets
     num_chunks = int(chunk_offsets[-1])
     sequence_of_chunk = np.repeat(np.arange(num_sequences), np.diff(chunk_offsets))
     chunk_indices = np.stack([sequence_of_chunk, np.arange(num_chunks) - chunk_offsets[sequence_of_chunk]], axis=1)
 
-    owned = ~rounds.is_replayed
-    positions = np.flatnonzero(owned)
-    output_positions = np.empty(len(positions), dtype=np.int64)
-    output_positions[rounds.rows[positions]] = positions
-
     # Boundaries are known by the chunk that ends there; in a sequence, chunks are numbered in order.
     is_root = rounds.source < 0
-    source_start = rounds.start[rounds.source]  # unused where the source is -1
-    end_chunk = chunk_offsets[rounds.source] + (rounds.start - source_start) // size - 1
     boundary_sequence, boundary_tokens = locate_boundaries(rounds, boundary_rows)
     requested = chunk_offsets[boundary_sequence] + boundary_tokens // size - 1
-    boundaries = np.unique(np.concatenate([end_chunk[~is_root], requested]))
+    source_chunks = rounds.source_chunks[~is_root]
+    boundaries = np.unique(np.concatenate([source_chunks, requested]))
     roots, root_of = np.unique(rounds.rows[begins[is_root]], return_inverse=True)
     source = np.empty(num_sequences, dtype=np.int64)
     source[is_root] = root_of
-    source[~is_root] = len(roots) + np.searchsorted(boundaries, end_chunk[~is_root])
+    source[~is_root] = len(roots) + np.searchsorted(boundaries, source_chunks)
     num_slots = len(roots) + len(boundaries)
 
-    sequences, pieces = _units(rounds, chunk_offsets, boundaries, len(roots), source)
+    sequences, pieces = _units(rounds, boundaries, len(roots), source)
 
     by_group = np.lexsort((np.arange(num_sequences), lengths, source))  # by slot, short sequences first
     in_slot = np.arange(num_sequences) - np.searchsorted(source[by_group], source[by_group])
@@ -133,9 +123,7 @@ def plan_sequences(rounds: RoundPlan, boundary_rows: Sequence[int] = ()) -> Sequ
         num_roots=len(roots),
         num_slots=num_slots,
         chunk_indices=chunk_indices,
-        chunk_offsets=chunk_offsets,
-        owned_rows=np.where(owned, rounds.rows, -1),
-        output_positions=output_positions,
+        owned_rows=np.where(rounds.is_replayed, -1, rounds.rows),
         sequences=sequences,
         pieces=pieces,
         group_offsets=group_offsets,
@@ -148,9 +136,9 @@ def plan_sequences(rounds: RoundPlan, boundary_rows: Sequence[int] = ()) -> Sequ
     )
 
 
-def _units(rounds: RoundPlan, chunk_offsets, boundaries, num_roots: int, source) -> tuple[UnitPlan, UnitPlan]:
+def _units(rounds: RoundPlan, boundaries: np.ndarray, num_roots: int, source: np.ndarray) -> tuple[UnitPlan, UnitPlan]:
     """Units of whole sequences, and of their pieces."""
-    size = rounds.chunk_size
+    size, chunk_offsets = rounds.chunk_size, rounds.chunk_offsets
     begins, ends = rounds.cu_seqlens[:-1], rounds.cu_seqlens[1:]
     piece_ends = np.union1d(boundaries, chunk_offsets[1:] - 1)  # last chunk of each piece
     piece_begins = np.concatenate([[0], piece_ends[:-1] + 1])
@@ -168,7 +156,7 @@ def _units(rounds: RoundPlan, chunk_offsets, boundaries, num_roots: int, source)
     piece_chunks = piece_ends + 1 - piece_begins
 
     sequences = UnitPlan(
-        order=np.lexsort((begins - ends, rounds.start)),
+        forward_order=np.lexsort((begins - ends, rounds.start)),
         tokens=np.stack([begins, ends], axis=1),
         first_chunk=chunk_offsets[:-1],
         source=source,
@@ -177,7 +165,7 @@ def _units(rounds: RoundPlan, chunk_offsets, boundaries, num_roots: int, source)
         piece_slots=piece_slots,
     )
     pieces = UnitPlan(
-        order=np.argsort(-piece_chunks, kind="stable"),
+        forward_order=np.argsort(-piece_chunks, kind="stable"),
         tokens=np.stack([first_token, last_token], axis=1),
         first_chunk=piece_begins,
         source=piece_source,

@@ -133,6 +133,14 @@ class Units:
         cuts, lcp = self.cuts, self.lcp
         return [cuts[b] if b == a + 1 else lcp(a, b) for a, b in zip(members, members[1:], strict=False)]
 
+    def charge(self, members: list[int]) -> tuple[int, int]:
+        """Rows and work of increasing units that are computed as one tree from their root."""
+        lcps = self.neighbour_lcps(members)
+        rows = work = sum([self.unit_rows[u] for u in members]) - sum(lcps)
+        if not self.cost.counts_rows:
+            work = sum([self.unit_work[u] for u in members]) - sum(map(self.cost.shared_work, lcps))
+        return rows, work
+
     def lcps(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
         """`lcp` of arrays of units."""
         levels = np.frexp(right - left)[1] - 1  # floor(log2)
