@@ -313,3 +313,100 @@ def test_inputs_that_do_not_fit_raise():
     odd_chunks = setting(SHAPES["star"], "kda", seed=7, chunk_size=48, dtype=torch.float32)[0]
     with pytest.raises(ValueError, match="power of two"):
         tree_kda(q, k, v, g, beta, odd_chunks)
+
+
+def run_implementation(kind, implementation, layout, inputs, initial_states):
+    """Outputs and requested states; the packed schemes by the token recurrence, in place of kernels."""
+    if implementation in ("torch", "reference"):
+        options = {"use_qk_l2norm": True, "initial_states": initial_states, "implementation": implementation}
+        return TREE_FUNCTIONS[kind](*inputs, layout, **options)
+    calls = layout.packed_calls if implementation == "rounds" else layout.node_calls
+    options = {"scale": inputs[0].shape[-1] ** -0.5, "use_qk_l2norm": True, "packed": packed_recurrence}
+    return run_packed_calls(*inputs, initial_states, calls, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("implementation", ["torch", "reference", "rounds"])
+def test_a_state_handed_over_continues_the_trajectories(kind, implementation):
+    """A forest cut at a chunk boundary: outputs and every gradient, the state's included, as without the cut."""
+    rng = np.random.default_rng(11)
+    trunks = [rng.integers(2, VOCAB, 40) for _ in range(2)]
+    sequences = [np.concatenate([t[:p], rng.integers(2, VOCAB, 9)]) for t in trunks for p in (18, 27, 40)]
+    whole = CompactBatch(PrefixTree.from_sequences(sequences))
+    producer = CompactBatch(PrefixTree.from_sequences([t[:16] for t in trunks]))
+    consumer = CompactBatch(PrefixTree.from_sequences([s[16:] for s in sequences]))
+    rows = torch.empty(consumer.num_rows, dtype=torch.int64)
+    for own, full in zip(consumer.rows, whole.rows, strict=True):
+        rows[torch.from_numpy(own)] = torch.from_numpy(full[16:])
+    shared = torch.empty(producer.num_rows, dtype=torch.int64)
+    for own, full in zip(producer.rows, whole.rows[::3], strict=True):
+        shared[torch.from_numpy(own)] = torch.from_numpy(full[:16])
+    # the consumer's roots in row order, and the producer row after which each one's state stands
+    first = {int(consumer.rows[i][0]): int(producer.rows[i // 3][-1]) for i in range(len(sequences))}
+    ends = [first[root] for root in sorted(first)]
+    inputs = make_inputs(kind, whole.num_rows, seed=12)
+    weights = torch.randn(whole.num_rows, *inputs[2].shape[1:], generator=torch.Generator().manual_seed(13)).double()
+
+    def results(function):
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        output = function(leaves)
+        (output * weights).sum().backward()
+        return dict(zip(NAMES, (output.detach(), *(x.grad for x in leaves)), strict=True))
+
+    def cut(leaves):
+        layout = producer.chunk_layout(8, ends)
+        before, states = run_implementation(kind, implementation, layout, [x[shared] for x in leaves], None)
+        after, _ = run_implementation(
+            kind, implementation, consumer.chunk_layout(8), [x[rows] for x in leaves], states
+        )
+        return torch.zeros_like(weights).index_copy(0, shared, before).index_copy(0, rows, after)
+
+    expected = results(lambda leaves: run_implementation(kind, "reference", whole.chunk_layout(8), leaves, None)[0])
+    assert_exact(results(cut), expected, implementation)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_node_calls_equal_trajectories_alone(kind, shape):
+    layout, inputs, expanded = setting(SHAPES[shape], kind, seed=14)
+    found = expanded.results(lambda *x: run_implementation(kind, "nodewise", layout, x, None)[0], inputs, is_tree=True)
+    assert_exact(found, alone_results(inputs, expanded), "nodewise")
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_gate_of_raw_inputs(lower_bound):
+    """The gate's formula, written out, in front of the operator: outputs and every gradient."""
+    layout, inputs, _ = setting(SHAPES["star"], "kda", seed=15)
+    generator = torch.Generator().manual_seed(16)
+    A_log, dt_bias = (torch.randn(n, generator=generator, dtype=torch.float64) for n in (2, 16))
+
+    def gradients(function):
+        leaves = [x.detach().clone().requires_grad_() for x in (*inputs, A_log, dt_bias)]
+        output = function(*leaves)
+        return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
+
+    def inside(q, k, v, g, beta, A_log, dt_bias):
+        options = {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
+        return tree_kda(q, k, v, g, beta, layout, **options).output
+
+    def outside(q, k, v, g, beta, A_log, dt_bias):
+        rate, raw = A_log.exp()[None, :, None], g + dt_bias.view(1, 2, 8)
+        decay = -rate * torch.log1p(raw.exp()) if lower_bound is None else lower_bound / (1 + (-rate * raw).exp())
+        return tree_kda(q, k, v, decay, beta, layout).output
+
+    for actual, expected in zip(gradients(inside), gradients(outside), strict=True):
+        assert relative_error(actual, expected) < FP64_TOLERANCE
+
+
+def test_gate_and_state_options_that_do_not_fit_raise():
+    layout, inputs, _ = setting(SHAPES["star"], "kda", seed=17, dtype=torch.float32)
+    with pytest.raises(ValueError, match="belong to use_gate_in_kernel"):
+        tree_kda(*inputs, layout, lower_bound=-5.0)
+    with pytest.raises(ValueError, match="needs A_log, or lower_bound"):
+        tree_kda(*inputs, layout, use_gate_in_kernel=True)
+    with pytest.raises(ValueError, match="safe_gate needs a lower_bound"):
+        tree_kda(*inputs, layout, use_gate_in_kernel=True, A_log=torch.zeros(2), safe_gate=True)
+    with pytest.raises(ValueError, match="initial_states must have shape"):
+        tree_kda(*inputs, layout, initial_states=torch.zeros(3, 2, 8, 5))
+    with pytest.raises(ValueError, match="initial_states must be fp32"):
+        tree_kda(*inputs, layout, initial_states=torch.zeros(1, 2, 8, 5, dtype=torch.bfloat16))
