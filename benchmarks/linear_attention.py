@@ -82,8 +82,9 @@ def synthetic_trees(max_rows: int):
 class Case:
     """One tree's inputs, and the work of every implementation."""
 
-    def __init__(self, sequences, kind: str, heads: int, dim: int):
+    def __init__(self, sequences, kind: str, heads: int, dim: int, safe_gate: bool):
         self.kind = kind
+        self.options = {"safe_gate": True} if safe_gate else {}
         self.batch = CompactBatch(PrefixTree.from_sequences(sequences), device="cuda")
         self.layout = self.batch.chunk_layout()
         self.function = tree_kda if kind == "kda" else tree_gated_delta_rule
@@ -97,7 +98,7 @@ class Case:
         gate = (rows, heads, dim) if kind == "kda" else (rows, heads)
         self.inputs = [normal(rows, heads, dim).bfloat16() for _ in range(3)]
         self.inputs += [
-            -torch.nn.functional.softplus(normal(*gate) - 1),
+            -5 * torch.sigmoid(normal(*gate) - 3) if safe_gate else -torch.nn.functional.softplus(normal(*gate) - 1),
             torch.sigmoid(normal(rows, heads)).bfloat16(),
         ]
         self.weight = normal(rows, heads, dim).bfloat16()
@@ -106,7 +107,8 @@ class Case:
         """Outputs of a tree implementation, after its backward if wanted."""
         inputs = [x.requires_grad_(backward) for x in self.inputs]
         with torch.set_grad_enabled(backward):
-            output = self.function(*inputs, self.layout, use_qk_l2norm=True, implementation=implementation).output
+            options = {"use_qk_l2norm": True, "implementation": implementation} | self.options
+            output = self.function(*inputs, self.layout, **options).output
         if backward:
             torch.autograd.grad(output, inputs, self.weight)
         return output
@@ -122,7 +124,7 @@ class Case:
         with torch.set_grad_enabled(backward):
             output, _ = self.stock(
                 q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens,
-                cu_seqlens_cpu=cu_seqlens_cpu,
+                cu_seqlens_cpu=cu_seqlens_cpu, **self.options,
             )  # fmt: skip
         if backward:
             torch.autograd.grad(output, inputs, weight)
@@ -210,8 +212,8 @@ def profile_kernels(job, repeats: int = 3) -> dict:
     return {e.key[:80]: round(e.self_device_time_total / repeats, 1) for e in kernels}
 
 
-def run(sequences, kind: str, heads: int, dim: int, repeats: int, profile: bool) -> dict:
-    case = Case(sequences, kind, heads, dim)
+def run(sequences, kind: str, arguments: argparse.Namespace) -> dict:
+    case = Case(sequences, kind, arguments.heads, arguments.dim, arguments.safe_gate)
     tree, rounds = case.batch.tree, case.batch.round_plan()
     record = {
         "rows": tree.num_rows,
@@ -224,11 +226,11 @@ def run(sequences, kind: str, heads: int, dim: int, repeats: int, profile: bool)
         "boundaries": case.layout.sequences.num_slots - case.layout.sequences.num_roots,
     }
     for name, backward in (("forward", False), ("forward_backward", True)):
-        record[name] = measured = measure(case.jobs(backward), repeats)
+        record[name] = measured = measure(case.jobs(backward), arguments.repeats)
         ours = measured["tree"]["milliseconds"]
         ratios = {other: round(m["milliseconds"] / ours, 3) for other, m in measured.items() if other != "tree"}
         print(f"  {name:<17} tree {ours:.3f} ms; times slower: {ratios}", flush=True)
-    if profile:
+    if arguments.profile:
         record["kernel_microseconds"] = {
             name: profile_kernels(job) for name, job in case.jobs(True).items() if name in ("tree", "packed")
         }
@@ -252,6 +254,7 @@ def main() -> None:
     parser.add_argument("--kind", nargs="+", default=["kda"], choices=["kda", "gated_delta_rule"])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--only", default="", help="run the trees whose name contains this")
+    parser.add_argument("--safe-gate", action="store_true", help="KDA: log decays within [-5, 0], and say so to all")
     parser.add_argument("--profile", action="store_true", help="record the time of every kernel")
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "linear_attention.json")
     arguments = parser.parse_args()
@@ -259,10 +262,11 @@ def main() -> None:
     versions = {name: importlib.metadata.version(name) for name in ("torch", "triton", "fla-core")}
     record = {
         "command": f"python benchmarks/linear_attention.py --rows {' '.join(map(str, arguments.rows))} "
-        f"--kind {' '.join(arguments.kind)} --repeats {arguments.repeats}",
+        f"--kind {' '.join(arguments.kind)} --repeats {arguments.repeats}" + " --safe-gate" * arguments.safe_gate,
         "device": torch.cuda.get_device_name(),
         "versions": versions,
         "dtype": "bfloat16, decay fp32",
+        "safe_gate": arguments.safe_gate,
         "heads": arguments.heads,
         "dim": arguments.dim,
         "seed": SEED,
@@ -277,9 +281,7 @@ def main() -> None:
                 if arguments.only in name:
                     title = f"{kind}/{rows}/{name}"
                     print(title, flush=True)
-                    record["trees"][title] = run(
-                        sequences, kind, arguments.heads, arguments.dim, arguments.repeats, arguments.profile
-                    )
+                    record["trees"][title] = run(sequences, kind, arguments)
                     arguments.json.write_text(json.dumps(record, indent=1) + "\n")
     print(f"wrote {arguments.json}")
 

@@ -72,6 +72,7 @@ def _chunk_seam(
     *,
     kind: str,
     harts_batch: CompactBatch,
+    harts_safe_gate: bool,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
@@ -79,6 +80,7 @@ def _chunk_seam(
 ) -> tuple[torch.Tensor, None]:
     if initial_state is not None or output_final_state:
         raise ValueError("a tree forward has no cache: call the model with use_cache=False")
+    options = {"safe_gate": harts_safe_gate} if kind == "kda" else {}
     output, _ = _TREE_FUNCTIONS[kind](
         query[0],
         key[0],
@@ -87,5 +89,6 @@ def _chunk_seam(
         beta[0],
         harts_batch.chunk_layout(CHUNK_SIZE),
         use_qk_l2norm=use_qk_l2norm_in_kernel,
+        **options,
     )
     return output[None], None
