@@ -8,7 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from harts_hf.batch import CompactBatch
-from harts_hf.kernels.tree_attention import AttentionLayout, tree_attention
+from harts_hf.kernels.attention_layout import AttentionLayout
+from harts_hf.kernels.tree_attention import tree_attention
 from harts_hf.tree import PrefixTree
 
 VOCAB = 50
@@ -162,7 +163,7 @@ def test_a_branch_does_not_touch_others():
 def test_inputs_that_do_not_fit_raise():
     batch, (q, k, v), _ = setting(SHAPES["star"], seed=7)
     layout = batch.attention_layout()
-    with pytest.raises(ValueError, match=r"unknown implementation 'flash', expected one of \('sdpa',\)"):
+    with pytest.raises(ValueError, match=r"unknown implementation 'flash', expected one of \('flash4', "):
         tree_attention(q, k, v, layout, scale=SCALE, implementation="flash")
     with pytest.raises(ValueError, match="one batch entry"):
         tree_attention(*(x.expand(2, -1, -1, -1) for x in (q, k, v)), layout, scale=SCALE)
