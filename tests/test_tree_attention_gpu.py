@@ -1,6 +1,6 @@
 """On a GPU each backend of tree attention is as exact as attention on every trajectory alone, at flat memory.
 
-    python -m pytest tests/test_tree_attention_gpu.py -k flash4
+python -m pytest tests/test_tree_attention_gpu.py -k flash4
 """
 
 import numpy as np

@@ -5,7 +5,7 @@ k <= q < subtree_end[k]. Implementations:
 
 | name | runs on | memory beside inputs and outputs | what it is |
 |---|---|---|---|
-| "flash4" | Hopper, bf16 and fp16 | tile lists | flash-attn-4 with a mask and tile lists; the extra `harts_hf[flash4]` |
+| "flash4" | Hopper, bf16 and fp16 | tile lists | flash-attn-4 with tile lists; the extra `harts_hf[flash4]` |
 | "flex" | CUDA | tile lists | FlexAttention with a block mask, compiled; on the CPU dense and forward alone |
 | "varlen" | CUDA, CPU | keys and values of all paths | packed flash attention; HARTS's own scheme |
 | "sdpa" | CUDA, CPU | C * C mask elements | dense mask |
