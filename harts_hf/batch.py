@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from harts_hf.kernels.attention_layout import AttentionLayout
 from harts_hf.kernels.chunk_layout import ChunkLayout
-from harts_hf.kernels.tree_attention import AttentionLayout
 from harts_hf.kernels.tree_conv import ConvLayout
 from harts_hf.layouts import make_chunk_layout
 from harts_hf.planning.rounds import RoundPlan, plan_rounds

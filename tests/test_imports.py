@@ -30,7 +30,7 @@ PACKAGES = {
     "__init__": set(),
     "tree": {"numpy"},
     "planning": {"numpy"},
-    "kernels": {"torch", "triton", "fla"},
+    "kernels": {"torch", "triton", "fla", "flash_attn", "cutlass"},
     "layouts": {"numpy", "torch"},
     "batch": {"numpy", "torch"},
     "models": {"numpy", "torch", "transformers", "packaging"},

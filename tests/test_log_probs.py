@@ -184,6 +184,10 @@ def test_inputs_that_do_not_fit_raise():
         linear_log_probs(hidden, weight, targets, bias=bias[1:])
     with pytest.raises(ValueError, match="must be above 0"):
         linear_log_probs(hidden, weight, targets, temperature=0.0)
+    with pytest.raises(ValueError, match="unknown implementation 'cute'"):
+        linear_log_probs(hidden, weight, targets, implementation="cute")
+    with pytest.raises(ValueError, match="'triton' computes in fp32"):
+        linear_log_probs(hidden, weight, targets, implementation="triton")
     with pytest.raises(ValueError, match="tile must be"):
         linear_log_probs(hidden, weight, targets, tile=(0, 10))
 
@@ -207,3 +211,40 @@ def test_cuda_has_the_precision_of_trl(dtype):
     for name, value in expected.items():
         bound = 2 * relative_error(baseline[name], value) + torch.finfo(torch.float32).eps
         assert relative_error(actual[name], value) <= bound, name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_triton_has_the_precision_of_its_twin(options, has_bias, dtype):
+    inputs, targets = make_inputs(num_targets=150, dim=64, vocab=5000, has_bias=has_bias, dtype=dtype)
+    for use in (("log_probs", "entropies"), ("log_probs",), ("entropies",)):
+        expected = results(dense, [None if x is None else x.double() for x in inputs], targets, use, **options)
+        on_cuda = [None if x is None else x.cuda() for x in inputs]
+        found = {}
+        for implementation in ("triton", "torch"):
+
+            def run(*args, implementation=implementation, **kwargs):
+                outputs = tiled(*args, tile=(64, 3000), implementation=implementation, **kwargs)
+                return [x.cpu() for x in outputs]
+
+            found[implementation] = results(run, on_cuda, targets.cuda(), use, **options)
+        for name, value in expected.items():
+            bound = 2 * relative_error(found["torch"][name], value) + 4 * torch.finfo(torch.float32).eps
+            assert relative_error(found["triton"][name], value) <= bound, (use, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_peak_memory_of_a_large_head():
+    """32K pairs, hidden 1536, vocabulary 157,184: at most 1 GiB, both gradients included."""
+    hidden = torch.randn(32768, 1536, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(157184, 1536, device="cuda", dtype=torch.bfloat16).mul_(0.02).requires_grad_()
+    targets = torch.randint(0, 157184, (32768,), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_log_probs(hidden, weight, targets).log_probs.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before <= 2**30

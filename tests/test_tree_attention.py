@@ -3,12 +3,17 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from forests import random_forest, shapes
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from harts_hf.batch import CompactBatch
-from harts_hf.kernels.tree_attention import AttentionLayout, tree_attention
+from harts_hf.kernels.attention_layout import AttentionLayout
+from harts_hf.kernels.tree_attention import _log_once, tree_attention
+from harts_hf.kernels.tree_attention_flash4 import attend_flash4, flash4_is_installed
+from harts_hf.kernels.tree_attention_flex import _attend, _make_block_mask
 from harts_hf.tree import PrefixTree
 
 VOCAB = 50
@@ -46,9 +51,11 @@ def results(outputs_of, inputs, weights):
     return [torch.cat(outputs).detach(), *(x.grad for x in inputs)]
 
 
-def tree_results(batch, inputs, weights, window=None, layout=None):
+def tree_results(batch, inputs, weights, window=None, layout=None, implementation=None):
+    layout = layout or batch.attention_layout()
+
     def outputs_of(q, k, v):
-        output = tree_attention(q, k, v, layout or batch.attention_layout(), scale=SCALE, window=window)
+        output = tree_attention(q, k, v, layout, scale=SCALE, window=window, implementation=implementation)
         return [output[0, torch.from_numpy(rows)] for rows in batch.rows]
 
     return results(outputs_of, inputs, weights)
@@ -73,12 +80,67 @@ def assert_exact(actual, expected, context):
             assert a.abs().max() < 1e-12, f"{context}: {name}"
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "varlen"])
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_equals_trajectories_alone(shape, window):
+def test_every_shape_equals_trajectories_alone(shape, window, implementation):
     batch, inputs, weights = setting(SHAPES[shape], seed=1)
-    actual = tree_results(batch, inputs, weights, window)
+    actual = tree_results(batch, inputs, weights, window, implementation=implementation)
     assert_exact(actual, alone_results(batch, inputs, weights, window), f"{shape}, window {window}")
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_mask_of_flex(shape, window):
+    """FlexAttention has no backward on the CPU, and does not skip blocks there; the GPU tests have both."""
+    batch, inputs, _ = setting(SHAPES[shape], seed=1, dims=(8, 8), dtype=torch.float32)
+    layout = batch.attention_layout()
+    actual, expected = (
+        tree_attention(*inputs, layout, scale=SCALE, window=window, implementation=name) for name in ("flex", "sdpa")
+    )
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5)  # fp32 rounding over a few hundred keys
+
+
+def test_flex_compiles_twice_for_any_number_of_trees():
+    """Dynamo's guards, without a backend behind them: for the first number of rows, then for any number."""
+    counter = CompileCounter()
+    compiled = torch.compile(_attend, fullgraph=True, backend=counter)
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        for rows in (1, 127, 129, 400, 1025, 300, 700):
+            batch, inputs, _ = setting([rng.integers(0, VOCAB, rows)] * 2, rows, dims=(8, 8), dtype=torch.float32)
+            block_mask = _make_block_mask(batch.attention_layout(), None)
+            padding = block_mask.seq_lengths[0] - rows
+            compiled(*(F.pad(x, (0, 0, 0, padding)) for x in inputs), block_mask, SCALE, True)
+    assert counter.frame_count <= 2
+
+
+def test_flex_raises_rather_than_run_uncompiled():
+    batch, inputs, _ = setting(SHAPES["star"], seed=1, dims=(8, 8), dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="needs torch.compile"):
+        _attend(*inputs, _make_block_mask(batch.attention_layout(), None), SCALE, True)
+
+
+def test_what_cannot_run_says_why():
+    batch, inputs, _ = setting(SHAPES["star"], seed=1, dims=(16, 16), dtype=torch.bfloat16)
+    layout = batch.attention_layout()
+    with pytest.raises(ValueError, match="flash4 runs on Hopper"):
+        tree_attention(*inputs, layout, scale=SCALE, implementation="flash4")
+    with pytest.raises(ValueError, match="flash4 takes bfloat16 or float16, not torch.float32"):
+        tree_attention(*(x.float() for x in inputs), layout, scale=SCALE, implementation="flash4")
+    if not flash4_is_installed():
+        with pytest.raises(ImportError, match=r"pip install 'harts_hf\[flash4\]'"):
+            attend_flash4(*inputs, layout, scale=SCALE)
+
+
+def test_the_choice_is_logged_once(caplog):
+    batch, inputs, _ = setting(SHAPES["star"], seed=1, dtype=torch.float32)
+    _log_once.cache_clear()
+    with caplog.at_level("INFO", logger="harts_hf.kernels.tree_attention"):
+        for _ in range(3):
+            tree_attention(*inputs, batch.attention_layout(), scale=SCALE)
+    assert [record.getMessage() for record in caplog.records] == ["tree attention runs 'sdpa' on the CPU"]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -162,7 +224,7 @@ def test_a_branch_does_not_touch_others():
 def test_inputs_that_do_not_fit_raise():
     batch, (q, k, v), _ = setting(SHAPES["star"], seed=7)
     layout = batch.attention_layout()
-    with pytest.raises(ValueError, match=r"unknown implementation 'flash', expected one of \('sdpa',\)"):
+    with pytest.raises(ValueError, match=r"unknown implementation 'flash', expected one of \('flash4', "):
         tree_attention(q, k, v, layout, scale=SCALE, implementation="flash")
     with pytest.raises(ValueError, match="one batch entry"):
         tree_attention(*(x.expand(2, -1, -1, -1) for x in (q, k, v)), layout, scale=SCALE)

@@ -2,14 +2,25 @@
 
 The logits exist one tile (rows x vocabulary) at a time: the forward folds each tile into running sums, the backward
 computes it again. That is one matrix product more than keeping all logits, and saves P * vocab elements of memory, and
-as many again for their gradient.
+as many again for their gradient. A gradient in the forward instead would save the product only if each row's weight in
+the loss were known there.
+
+The matrix products are cuBLAS's; what happens to a tile between them is `log_probs_triton.py` on CUDA, one pass over
+the tile, and `log_probs_torch.py` elsewhere. The vocabulary is the outer loop, so that the weight's gradient is
+finished tile by tile and never stands in memory in fp32.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch.autograd.function import once_differentiable
+
+from . import log_probs_torch
+from .log_probs_torch import SoftmaxSums, Transform
+
+Implementation = Literal["triton", "torch"]
+_DEFAULT_TILE = {"triton": (8192, 8192), "torch": (2048, 16384)}
 
 
 class LogProbs(NamedTuple):
@@ -34,7 +45,8 @@ def linear_log_probs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     with_entropy: bool = True,
-    tile: tuple[int, int] = (2048, 16384),
+    tile: tuple[int, int] | None = None,
+    implementation: Implementation | None = None,
 ) -> LogProbs:
     """Log-probabilities of `targets` and entropies under `softmax(logits / temperature)`.
 
@@ -58,8 +70,11 @@ def linear_log_probs(
         logit_scale: factor of the logits.
         softcap: > 0, bound of the scaled logits.
         with_entropy: whether entropies are computed.
-        tile: rows and vocabulary entries of the logits that exist at a time. The default takes 128 MiB in fp32, and
-            the work on it some four times as much. More rows mean fewer passes over the weight's gradient.
+        tile: rows and vocabulary entries of the logits that exist at a time. The default is (8192, 8192) for "triton",
+            128 MiB in bf16, and (2048, 16384) for "torch", 128 MiB in fp32, where the work on it takes some four times
+            as much. More rows mean fewer passes over a part of the weight's gradient, more entries mean fewer passes
+            over the hidden states' gradient.
+        implementation: "triton", the default on CUDA but for fp64, or "torch".
 
     Returns:
         [`LogProbs`], fp32 (fp64 for fp64 `hidden`). Both are differentiable in hidden, weight and bias, once.
@@ -77,113 +92,96 @@ def linear_log_probs(
         raise ValueError(f"bias must have shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
     if not temperature > 0 or not (softcap is None or softcap > 0):
         raise ValueError(f"temperature and softcap must be above 0, got {temperature} and {softcap}")
-    if len(tile) != 2 or min(tile) < 1:
+    if tile is not None and (len(tile) != 2 or min(tile) < 1):
         raise ValueError(f"tile must be two positive sizes (rows, vocabulary entries), got {tile}")
+    if implementation is None:
+        implementation = "triton" if hidden.is_cuda and hidden.dtype != torch.float64 else "torch"
+    if implementation not in get_args(Implementation):
+        raise ValueError(f"unknown implementation {implementation!r}, expected one of {get_args(Implementation)}")
+    if implementation == "triton" and hidden.dtype == torch.float64:
+        raise ValueError("implementation 'triton' computes in fp32: use 'torch' for float64")
     devices = {x.device for x in (hidden, weight, targets, bias) if x is not None}
     if len(devices) > 1:
         raise ValueError(f"hidden, weight, targets and bias must be on one device, got {sorted(map(str, devices))}")
 
-    transform = _Transform(logit_scale, softcap, temperature)
-    return LogProbs(*_LinearLogProbs.apply(hidden, weight, bias, targets, transform, with_entropy, tile))
+    transform = Transform(logit_scale, softcap, temperature)
+    tile = tile or _DEFAULT_TILE[implementation]
+    return LogProbs(
+        *_LinearLogProbs.apply(hidden, weight, bias, targets, transform, with_entropy, tile, implementation)
+    )
 
 
-class _Transform(NamedTuple):
-    """What happens to the projection's output before the softmax."""
+def _tile_functions(implementation: Implementation):
+    """The module with `fold_tile` and `tile_gradient`."""
+    if implementation == "torch":
+        return log_probs_torch
+    from . import log_probs_triton
 
-    logit_scale: float
-    softcap: float | None
-    temperature: float
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """In place."""
-        logits *= self.logit_scale
-        if self.softcap is not None:
-            logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits.mul_(1 / self.temperature)
-
-    def apply_derivative(self, grad: torch.Tensor, transformed: torch.Tensor) -> torch.Tensor:
-        """Gradient of the transformed logits -> gradient of the projection's output, in place."""
-        if self.softcap is not None:
-            tanh = transformed * (self.temperature / self.softcap)
-            grad *= 1 - tanh.square_()
-        return grad.mul_(self.logit_scale / self.temperature)
+    return log_probs_triton
 
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, transform, with_entropy, tile):
+    def forward(ctx, hidden, weight, bias, targets, transform, with_entropy, tile, implementation):
         ctx.set_materialize_grads(False)  # entropies are often only logged: no work for their zero gradient
         device = hidden.device.type
         ctx.dtype = hidden.dtype
         if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
             ctx.dtype = torch.get_autocast_dtype(device)
-        ctx.transform, ctx.tile = transform, tile
+        ctx.transform, ctx.tile, ctx.implementation = transform, tile, implementation
+        fold_tile = _tile_functions(implementation).fold_tile
 
-        sum_dtype = torch.promote_types(ctx.dtype, torch.float32)
-        log_z = hidden.new_empty(len(hidden), dtype=sum_dtype)
-        mean_logit = torch.empty_like(log_z) if with_entropy else None  # under the softmax
-        target_logit = torch.full_like(log_z, float("nan"))
-        for rows in _tiles(len(hidden), tile[0]):
-            hidden_rows = hidden[rows].to(ctx.dtype)
-            largest = torch.full_like(log_z[rows], float("-inf"))
-            total, weighted = torch.zeros_like(largest), torch.zeros_like(largest)
-            for entries in _tiles(len(weight), tile[1]):
-                logits = transform.apply(_project(hidden_rows, weight, bias, entries, sum_dtype))
-                column, inside = _target_columns(targets[rows], entries)
-                here = logits.gather(1, column)[:, 0]
-                target_logit[rows] = torch.where(inside, here, target_logit[rows])
+        sums = SoftmaxSums.start(len(hidden), torch.promote_types(ctx.dtype, torch.float32), hidden.device)
+        buffer = _tile_buffer(hidden, weight, tile, ctx.dtype)
+        for entries in _tiles(len(weight), tile[1]):
+            weight_tile, bias_tile = _cast(weight, bias, entries, ctx.dtype)
+            for rows in _tiles(len(hidden), tile[0]):
+                logits = _project(hidden[rows].to(ctx.dtype), weight_tile, buffer)
+                fold_tile(logits, bias_tile, targets[rows] - entries.start, transform, sums.of(rows), with_entropy)
 
-                new_largest = torch.maximum(largest, logits.amax(-1))
-                shrink = (largest - new_largest).exp_()
-                exp = (logits - new_largest[:, None]).exp_()
-                total = total * shrink + exp.sum(-1)
-                if with_entropy:
-                    weighted = weighted * shrink + exp.mul_(logits).sum(-1)
-                largest = new_largest
-            log_z[rows] = largest + total.log()
-            if with_entropy:
-                mean_logit[rows] = weighted / total
-
-        entropies = log_z - mean_logit if with_entropy else None
+        log_z = sums.largest + sums.total.log()
+        entropies = log_z - sums.weighted / sums.total if with_entropy else None
         ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropies)
-        return target_logit - log_z, entropies
+        return sums.target_logit - log_z, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_log_probs, grad_entropies):
         hidden, weight, bias, targets, log_z, entropies = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        tile_gradient = _tile_functions(ctx.implementation).tile_gradient
         grad_hidden = torch.zeros_like(hidden, dtype=log_z.dtype) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=log_z.dtype) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=log_z.dtype) if need_bias else None
+        grad_weight = torch.zeros_like(weight) if need_weight else None
+        grad_bias = torch.zeros_like(bias) if need_bias else None
 
-        for rows in _tiles(len(hidden), ctx.tile[0]):
-            hidden_rows = hidden[rows].to(ctx.dtype)
-            for entries in _tiles(len(weight), ctx.tile[1]):
-                logits = ctx.transform.apply(_project(hidden_rows, weight, bias, entries, log_z.dtype))
-                log_p = logits - log_z[rows, None]
-                p = log_p.exp()
-                grad = torch.zeros_like(p)
-                if grad_entropies is not None:  # d entropy / d logit_j = -p_j (log p_j + entropy)
-                    grad -= log_p.add_(entropies[rows, None]).mul_(p).mul_(grad_entropies[rows, None])
-                if grad_log_probs is not None:  # d log p_t / d logit_j = [j = t] - p_j
-                    column, inside = _target_columns(targets[rows], entries)
-                    grad -= p.mul_(grad_log_probs[rows, None])
-                    grad.scatter_add_(1, column, torch.where(inside, grad_log_probs[rows], 0)[:, None])
-                grad = ctx.transform.apply_derivative(grad, logits).to(ctx.dtype)
+        buffer = _tile_buffer(hidden, weight, ctx.tile, ctx.dtype)
+        for entries in _tiles(len(weight), ctx.tile[1]):
+            weight_tile, bias_tile = _cast(weight, bias, entries, ctx.dtype)
+            grad_weight_tile = torch.zeros_like(weight_tile, dtype=log_z.dtype) if need_weight else None
+            grad_bias_tile = torch.zeros_like(bias_tile, dtype=log_z.dtype) if need_bias else None
+            for rows in _tiles(len(hidden), ctx.tile[0]):
+                hidden_rows = hidden[rows].to(ctx.dtype)
+                grad = tile_gradient(
+                    _project(hidden_rows, weight_tile, buffer),
+                    bias_tile,
+                    targets[rows] - entries.start,
+                    ctx.transform,
+                    log_z[rows],
+                    None if grad_entropies is None else entropies[rows],
+                    None if grad_log_probs is None else grad_log_probs[rows],
+                    None if grad_entropies is None else grad_entropies[rows],
+                )
                 if need_hidden:
-                    _add_product(grad_hidden[rows], grad, weight[entries].to(ctx.dtype))
+                    _add_product(grad_hidden[rows], grad, weight_tile)
                 if need_weight:
-                    _add_product(grad_weight[entries], grad.t(), hidden_rows)
+                    _add_product(grad_weight_tile, grad.t(), hidden_rows)
                 if need_bias:
-                    grad_bias[entries] += grad.sum(0, dtype=log_z.dtype)
-
-        return (
-            grad_hidden.to(hidden.dtype) if need_hidden else None,
-            grad_weight.to(weight.dtype) if need_weight else None,
-            grad_bias.to(bias.dtype) if need_bias else None,
-            *(None,) * 4,
-        )
+                    grad_bias_tile += grad.sum(0, dtype=log_z.dtype)
+            if need_weight:
+                grad_weight[entries] = grad_weight_tile
+            if need_bias:
+                grad_bias[entries] = grad_bias_tile
+        return grad_hidden.to(hidden.dtype) if need_hidden else None, grad_weight, grad_bias, *(None,) * 5
 
 
 def _tiles(total: int, size: int) -> Iterator[slice]:
@@ -191,26 +189,28 @@ def _tiles(total: int, size: int) -> Iterator[slice]:
         yield slice(begin, min(begin + size, total))
 
 
-def _project(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, entries: slice, sum_dtype: torch.dtype
+def _tile_buffer(
+    hidden: torch.Tensor, weight: torch.Tensor, tile: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """One tile of the projection: rounded to `hidden`'s dtype, then a new tensor in `sum_dtype`."""
-    logits = hidden @ weight[entries].to(hidden.dtype).t()
-    if bias is not None:
-        logits += bias[entries].to(hidden.dtype)
-    return logits.to(sum_dtype)
+    """Memory for the largest tile of logits: one for the whole pass."""
+    return hidden.new_empty(min(tile[0], len(hidden)) * min(tile[1], len(weight)), dtype=dtype)
 
 
-def _target_columns(targets: torch.Tensor, entries: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Column of each target in a tile `[rows, 1]`, clamped, and whether it lies inside `[rows]`."""
-    column = targets - entries.start
-    inside = (column >= 0) & (targets < entries.stop)
-    return column.clamp(0, entries.stop - entries.start - 1)[:, None], inside
+def _cast(
+    weight: torch.Tensor, bias: torch.Tensor | None, entries: slice, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return weight[entries].to(dtype), None if bias is None else bias[entries].to(dtype)
+
+
+def _project(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """One tile of the projection, in `buffer`."""
+    shape = len(hidden), len(weight)
+    return torch.mm(hidden, weight.t(), out=buffer[: shape[0] * shape[1]].view(shape))
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """`total += a @ b` without rounding the product to the dtype of `a` and `b` first."""
     if a.is_cuda and a.dtype != total.dtype:
-        total += torch.mm(a, b, out_dtype=total.dtype)
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))

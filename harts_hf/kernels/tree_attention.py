@@ -1,58 +1,36 @@
 """Softmax attention on a prefix tree: each row attends to its ancestors and itself.
 
 Rows are in depth-first order, so the subtree of row k is the rows k .. subtree_end[k] - 1, and k is visible to q iff
-k <= q < subtree_end[k]. Implementation "sdpa" gives that mask densely to `scaled_dot_product_attention`, on the CPU
-and on CUDA: C * C mask elements, shared by all layers.
+k <= q < subtree_end[k]. Implementations:
+
+| name | runs on | memory beside inputs and outputs | what it is |
+|---|---|---|---|
+| "flash4" | Hopper, bf16 and fp16 | tile lists | flash-attn-4 with tile lists; the extra `harts_hf[flash4]` |
+| "flex" | CUDA | tile lists | FlexAttention with a block mask, compiled; on the CPU dense and forward alone |
+| "varlen" | CUDA, CPU | keys and values of all paths | packed flash attention; HARTS's own scheme |
+| "sdpa" | CUDA, CPU | C * C mask elements | dense mask |
+
+The default on the CPU is "sdpa". On CUDA it is "sdpa" up to 1024 rows, where a dense mask is small and nothing has to
+be compiled; above, "flash4" where it is installed and takes the inputs, else "flex". Heads narrower than FlexAttention
+takes get "sdpa" too. The choice is logged once. Tables are made once per layout, and shared by all layers and by
+recomputation.
 """
 
-from dataclasses import dataclass, field
+import functools
+import logging
 from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 
-Implementation = Literal["sdpa"]
+from .attention_layout import AttentionLayout
+from .tree_attention_flash4 import attend_flash4, flash4_is_installed, flash4_refusal
+from .tree_attention_flex import FLEX_NARROWEST, attend_flex
+from .tree_attention_varlen import attend_varlen
 
-
-@dataclass(frozen=True, eq=False)
-class AttentionLayout:
-    """Which rows each row may attend to. Masks are made on first use and kept.
-
-    Attributes:
-        subtree_end (`[C]`, int64): one past the last row of each row's subtree.
-        position_ids (`[C]`, int64): distance from the trajectory's start, in tokens.
-    """
-
-    subtree_end: torch.Tensor
-    position_ids: torch.Tensor
-    _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict, init=False, repr=False)
-
-    @property
-    def num_rows(self) -> int:
-        """C."""
-        return len(self.subtree_end)
-
-    def dense_mask(self, window: int | None = None, dtype: torch.dtype = torch.bool) -> torch.Tensor:
-        """Mask of queries (dim 2) against keys (dim 3).
-
-        Args:
-            window: if given, row q sees only keys with `position[q] - position[k] < window`, itself included: the
-                sliding window of Transformers, in positions of the trajectory.
-            dtype: `torch.bool`, True where visible; or a floating dtype, 0 where visible and -inf elsewhere.
-
-        Returns:
-            `[1, 1, C, C]`, the same tensor on each call.
-        """
-        key = (window, dtype)
-        if key not in self._masks:
-            rows = torch.arange(self.num_rows, device=self.subtree_end.device)
-            visible = (rows[None, :] <= rows[:, None]) & (rows[:, None] < self.subtree_end[None, :])
-            if window is not None:
-                visible &= self.position_ids[:, None] - self.position_ids[None, :] < window
-            if dtype != torch.bool:
-                visible = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))
-            self._masks[key] = visible[None, None]
-        return self._masks[key]
+Implementation = Literal["flash4", "flex", "varlen", "sdpa"]
+_FEW_ROWS = 1024  # a mask of at most 4 MiB
+logger = logging.getLogger(__name__)
 
 
 def tree_attention(
@@ -76,18 +54,58 @@ def tree_attention(
         layout: on the same device.
         scale: of the scores.
         window: sliding window in positions, at least 1; None for none.
-        implementation: "sdpa", the default on every device.
+        implementation: see above; None chooses by device, dtype and widths. One that cannot run raises.
 
     Returns:
         `[1, C, H, V]` in `q`'s dtype, contiguous: what Transformers' attention functions return.
 
     Raises:
-        ValueError: shapes or devices do not agree, a window below 1, or an unknown implementation.
+        ValueError: shapes or devices do not agree, a window below 1, an unknown implementation, or one that does not
+            take these inputs.
+        ImportError: "flash4" is asked for and not installed.
+        RuntimeError: "flex" on CUDA where `torch.compile` is switched off.
     """
     if implementation is not None and implementation not in get_args(Implementation):
         raise ValueError(f"unknown implementation {implementation!r}, expected one of {get_args(Implementation)}")
     _check_inputs(q, k, v, layout, window)
+    if implementation is None:
+        implementation = _choose(q, v)
+    elif implementation == "flash4" and (refusal := flash4_refusal(q, v)) is not None:
+        raise ValueError(refusal)
+    attend = {"flash4": attend_flash4, "flex": attend_flex, "varlen": attend_varlen, "sdpa": _attend_sdpa}
+    return attend[implementation](q, k, v, layout, scale=scale, window=window)
 
+
+def _choose(q: torch.Tensor, v: torch.Tensor) -> Implementation:
+    if not q.is_cuda:
+        return _log_once("sdpa", "on the CPU")
+    if q.shape[2] <= _FEW_ROWS:
+        return _log_once("sdpa", f"up to {_FEW_ROWS} rows on CUDA")
+    refusal = flash4_refusal(q, v)
+    if refusal is None and not flash4_is_installed():
+        refusal = "flash-attn-4 is not installed (pip install 'harts_hf[flash4]')"
+    if refusal is None:
+        return _log_once("flash4", "on CUDA")
+    if min(q.shape[-1], v.shape[-1]) < FLEX_NARROWEST:
+        return _log_once("sdpa", f"on CUDA, for heads narrower than {FLEX_NARROWEST}: {refusal}")
+    return _log_once("flex", f"on CUDA: {refusal}")
+
+
+@functools.cache
+def _log_once(implementation: Implementation, where: str) -> Implementation:
+    logger.info("tree attention runs '%s' %s", implementation, where)
+    return implementation
+
+
+def _attend_sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: AttentionLayout,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
