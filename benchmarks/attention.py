@@ -19,14 +19,13 @@ import importlib.metadata
 import json
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from linear_attention import SEED, measure, rollout_trees
+from linear_attention import SEED, command_line, measure, rollout_trees
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harts_hf.batch import CompactBatch
@@ -192,7 +191,7 @@ def main() -> None:
     packages = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl")
     installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
     record = {
-        "command": "python benchmarks/attention.py " + " ".join(sys.argv[1:]),
+        "command": command_line(),
         "device": torch.cuda.get_device_name(),
         "versions": {name: importlib.metadata.version(name) for name in packages if name in installed},
         "dtype": "bfloat16",

@@ -158,6 +158,15 @@ class Case:
         return torch.cuda.get_device_capability()[0] != 9 or not Version("3.4.0") <= version < Version("3.7.1")
 
 
+def command_line() -> str:
+    """How this benchmark was called, without the folder of its record."""
+    arguments = sys.argv[1:]
+    if "--json" in arguments:
+        place = arguments.index("--json")
+        del arguments[place : place + 2]
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
+
+
 def measure(jobs: dict, repeats: int) -> dict:
     """Median milliseconds, spread, and peak bytes above what was there before, of each job."""
     times = {name: [] for name in jobs}
@@ -261,8 +270,7 @@ def main() -> None:
     folder = os.environ.get("HARTS_ROLLOUTS")
     versions = {name: importlib.metadata.version(name) for name in ("torch", "triton", "fla-core")}
     record = {
-        "command": f"python benchmarks/linear_attention.py --rows {' '.join(map(str, arguments.rows))} "
-        f"--kind {' '.join(arguments.kind)} --repeats {arguments.repeats}" + " --safe-gate" * arguments.safe_gate,
+        "command": command_line(),
         "device": torch.cuda.get_device_name(),
         "versions": versions,
         "dtype": "bfloat16, decay fp32",

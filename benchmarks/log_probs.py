@@ -14,12 +14,11 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from linear_attention import SEED, measure
+from linear_attention import SEED, command_line, measure
 
 from harts_hf.kernels.log_probs import linear_log_probs
 
@@ -86,7 +85,7 @@ def main() -> None:
         functions["trl"] = functools.partial(of_trl, outputs=())
         functions["trl_entropy"] = functools.partial(of_trl, outputs=("entropy",))
     record = {
-        "command": "python benchmarks/log_probs.py " + " ".join(sys.argv[1:]),
+        "command": command_line(),
         "device": torch.cuda.get_device_name(),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "triton")},
         "dtype": "bfloat16",
