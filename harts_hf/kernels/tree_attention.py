@@ -18,18 +18,27 @@ Implementation = Literal["sdpa"]
 class AttentionLayout:
     """Which rows each row may attend to. Masks are made on first use and kept.
 
+    Keys are p rows that are given and the C rows that are computed; queries are the latter.
+
     Attributes:
-        subtree_end (`[C]`, int64): one past the last row of each row's subtree.
-        position_ids (`[C]`, int64): distance from the trajectory's start, in tokens.
+        subtree_end (`[p + C]`, int64): one past the last row of each row's subtree.
+        position_ids (`[p + C]`, int64): distance from the trajectory's start, in tokens.
+        prefix_rows (`int`): p, 0 for a tree that is computed as a whole.
     """
 
     subtree_end: torch.Tensor
     position_ids: torch.Tensor
+    prefix_rows: int = 0
     _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_rows(self) -> int:
-        """C."""
+        """C, the queries."""
+        return len(self.subtree_end) - self.prefix_rows
+
+    @property
+    def num_keys(self) -> int:
+        """p + C."""
         return len(self.subtree_end)
 
     def dense_mask(self, window: int | None = None, dtype: torch.dtype = torch.bool) -> torch.Tensor:
@@ -41,14 +50,15 @@ class AttentionLayout:
             dtype: `torch.bool`, True where visible; or a floating dtype, 0 where visible and -inf elsewhere.
 
         Returns:
-            `[1, 1, C, C]`, the same tensor on each call.
+            `[1, 1, C, p + C]`, the same tensor on each call.
         """
         key = (window, dtype)
         if key not in self._masks:
-            rows = torch.arange(self.num_rows, device=self.subtree_end.device)
-            visible = (rows[None, :] <= rows[:, None]) & (rows[:, None] < self.subtree_end[None, :])
+            keys = torch.arange(self.num_keys, device=self.subtree_end.device)
+            rows = keys[self.prefix_rows :]
+            visible = (keys[None, :] <= rows[:, None]) & (rows[:, None] < self.subtree_end[None, :])
             if window is not None:
-                visible &= self.position_ids[:, None] - self.position_ids[None, :] < window
+                visible &= self.position_ids[self.prefix_rows :, None] - self.position_ids[None, :] < window
             if dtype != torch.bool:
                 visible = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))
             self._masks[key] = visible[None, None]
@@ -71,8 +81,9 @@ def tree_attention(
 
     Args:
         q: `[1, H, C, K]`.
-        k: `[1, Hkv, C, K]`; Hkv divides H, each of its heads serves H / Hkv consecutive query heads.
-        v: `[1, Hkv, C, V]`; V may differ from K, as in MLA.
+        k: `[1, Hkv, p + C, K]`; Hkv divides H, each of its heads serves H / Hkv consecutive query heads. The first p
+            rows are given: the layout's `prefix_rows`.
+        v: `[1, Hkv, p + C, V]`; V may differ from K, as in MLA.
         layout: on the same device.
         scale: of the scores.
         window: sliding window in positions, at least 1; None for none.
@@ -106,10 +117,12 @@ def _check_inputs(
     shapes = [tuple(x.shape) for x in (q, k, v)]
     if any(len(shape) != 4 or shape[0] != 1 for shape in shapes):
         raise ValueError(f"q, k, v must be [1, heads, C, dim], got {shapes}: a tree is one batch entry")
-    if k.shape[:3] != v.shape[:3] or q.shape[2:] != k.shape[2:] or q.shape[1] % k.shape[1]:
+    if k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
         raise ValueError(f"q [1, H, C, K], k [1, Hkv, C, K] and v [1, Hkv, C, V] with Hkv dividing H, got {shapes}")
-    if q.shape[2] != layout.num_rows:
-        raise ValueError(f"q has {q.shape[2]} rows, but the layout has {layout.num_rows}")
+    if q.shape[2] != layout.num_rows or k.shape[2] != layout.num_keys:
+        raise ValueError(
+            f"q has {q.shape[2]} rows and k {k.shape[2]}, but the layout has {layout.num_rows} and {layout.num_keys}"
+        )
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 position, got {window}")
     devices = {x.device for x in (q, k, v, layout.subtree_end)}
