@@ -6,14 +6,17 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from forests import random_forest
 from test_tree_forward import GRADIENT_TOLERANCE, LOG_PROB_TOLERANCE, expanded_logprobs, worst_gradient
-from tiny_models import HYBRIDS, TINY, tiny_model
+from tiny_models import HYBRIDS, TINY, VOCAB, tiny_model
 from window_plans import gradients_of, one_microbatch, random_window_step, run_step, step_loss, tokens, window_plan
 
 from harts_hf import UnsupportedModelError, disable_tree_forward, enable_tree_forward
 from harts_hf.boundary import Boundary
 from harts_hf.execution import ForwardOptions, Trajectory, forward_plan
 from harts_hf.planning.consumer_tree import consumer_tree
+from harts_hf.planning.microbatches import plan_step
+from harts_hf.planning.window_memory import WindowMemory
 from harts_hf.tree import PrefixTree
 
 SHORT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
@@ -234,6 +237,39 @@ def test_nothing_of_a_window_outlives_it(monkeypatch):
         assert tensors and all(reference() is None for reference in tensors)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("model_type", TINY)
+def test_window_memory_is_what_a_window_keeps(model_type):
+    """Bytes of the leaves and of their gradients, while the second consumer runs, against the planner's estimate.
+
+    The estimate takes the most rows that a consumer may replay, which here are replayed.
+    """
+    model = tiny_model(model_type)
+    trunk = tokens(np.random.default_rng(0), 191)
+    sequences = [np.append(trunk, [k, k]) for k in (5, 6)]
+    plan = window_plan(sequences, [([0], 0), ([1], 0)], [(0, 191, None)])
+    kept = []
+
+    def loss(result):
+        boundary = result.batch.starts_from
+        kept.append(sum(x.nbytes for held in (boundary._given, boundary._gradients) for x in held.values()))
+        return result.output.log_probs.sum() + result.output.entropies.sum()
+
+    run_step(model, plan, sequences, loss=loss)
+    estimate = WindowMemory.from_config(model.config, 0, dtype_bytes=4, checkpoints=False).window_bytes(191)
+    assert 0.97 * estimate <= kept[1] <= 1.03 * estimate
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_planned_steps(seed):
+    """Plans of the planner, at a budget below the longest trajectory: windows between microbatches, chains within."""
+    rng = np.random.default_rng(seed)
+    sequences = random_forest(rng, VOCAB, max_tokens=220, max_trajectories=12)
+    max_tokens = max(2, max(map(len, sequences)) // int(rng.integers(1, 5)))
+    plan = plan_step(sequences, max_tokens, windows=True)
+    assert max(m.rows for m in plan.microbatches) <= max_tokens and max(plan.producer_rows, default=0) <= max_tokens
+    assert_equals_one_microbatch(tiny_model("bailing_hybrid", **SHORT), sequences, plan, f"seed {seed}, {max_tokens}")
 
 
 @pytest.mark.parametrize("seed", range(40))
