@@ -111,7 +111,8 @@ class Boundary:
 def _collect(gradients: dict[Key, torch.Tensor], key: Key, leaf: torch.Tensor) -> None:
     """Move a leaf's gradient to the sum over consumers, in fp32 (fp64 for fp64)."""
     gradient, leaf.grad = leaf.grad, None
-    assert gradient is not None  # the hook runs behind its accumulation
+    if gradient is None:  # the engine reached the leaf with no gradient: an output that the loss does not read
+        return
     if key in gradients:
         gradients[key] += gradient
     else:

@@ -108,16 +108,17 @@ def gradients_of(model):
     return found
 
 
-def run_step(model, plan, sequences, after=lambda result: None, loss=None, **options):
-    """Run a plan; returns the gradients and each trajectory's log-probs."""
+def run_step(model, plan, sequences, after=lambda result: None, loss=None, scored=None, **options):
+    """Run a plan; returns the gradients and each trajectory's log-probs of its scored tokens, by default all."""
     enable_tree_forward(model)
-    trajectories = [Trajectory(np.asarray(s), np.arange(len(s)) > 0) for s in sequences]
+    scored = scored or [np.arange(len(s)) > 0 for s in sequences]
+    trajectories = [Trajectory(np.asarray(s), mask) for s, mask in zip(sequences, scored, strict=True)]
     log_probs = {}
 
     def default_loss(result):
         total = result.output.log_probs[:0].sum()
         for i, trajectory in enumerate(result.microbatch.trajectories):
-            at = torch.from_numpy(result.batch.scores(i)[1:])
+            at = torch.from_numpy(result.batch.scores(i)[scored[trajectory]])
             log_probs[trajectory] = result.output.log_probs[at].detach()
             total = total + step_loss(result.output.log_probs[at], result.output.entropies[at], trajectory)
         return total
