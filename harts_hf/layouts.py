@@ -70,6 +70,7 @@ def _sequence_layout(rounds: RoundPlan, to_tensor: ToTensor, boundary_rows: Sequ
         rank_in_group=to_tensor(plan.rank_in_group),
         topological_order=to_tensor(plan.backward_order),
         longest=plan.longest,
+        longest_tokens=int(np.diff(plan.sequences.tokens[plan.longest]).item()),
         request=to_tensor(request),
         requested_slots=to_tensor(plan.requested_slots),
     )

@@ -243,6 +243,28 @@ def test_device_decides_not_what_is_importable(model_type, monkeypatch):
         model(torch.tensor([[1, 2, 3]]), use_cache=False)
 
 
+@pytest.mark.parametrize(
+    "options, is_safe", [({}, True), ({"kda_safe_gate": False}, False), ({"kda_lower_bound": -8.0}, False)]
+)
+def test_kernels_are_told_of_a_bounded_gate(options, is_safe, monkeypatch):
+    """Only where the layers keep log decays within what the kernels' promise says."""
+    from harts_hf.models import linear_attention_seam
+
+    calls = []
+
+    def tree_kda(q, k, v, g, *inputs, safe_gate, **others):
+        calls.append((safe_gate, g.min().item(), g.max().item()))
+        return original(q, k, v, g, *inputs, safe_gate=safe_gate, **others)
+
+    original = linear_attention_seam.tree_kda
+    monkeypatch.setitem(linear_attention_seam._TREE_FUNCTIONS, "kda", tree_kda)
+    tree_logprobs(enable_tree_forward(tiny_model("bailing_hybrid", **options)), [[2, 3, 4], [2, 3, 5]])
+    assert len(calls) == 2
+    for safe_gate, lowest, highest in calls:
+        assert safe_gate == is_safe
+        assert not safe_gate or -5 <= lowest <= highest <= 0
+
+
 @pytest.mark.parametrize("broken", ["mask", "conv", "positions", "state"])
 def test_negative_controls(broken, monkeypatch):
     """With one mechanism broken on purpose the comparison fails, so it can fail."""

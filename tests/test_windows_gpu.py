@@ -25,7 +25,13 @@ def layer_inputs(rng, num_rows, device, dtype):
 
 def outputs_by_trajectory(inputs, batch, known):
     """The layer's outputs for a batch's own rows, by known row; `known` says which input row each own row is."""
-    options = {"kind": "kda", "harts_batch": batch, "harts_layer": 0, "use_qk_l2norm_in_kernel": True}
+    options = {
+        "kind": "kda",
+        "harts_batch": batch,
+        "harts_layer": 0,
+        "use_qk_l2norm_in_kernel": True,
+        "harts_safe_gate": False,
+    }
     return _chunk_seam(*(x[:, known] for x in inputs), **options)[0][0]
 
 

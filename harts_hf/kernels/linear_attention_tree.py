@@ -8,11 +8,12 @@ Gradients of replayed rows add, in fp32 and in a fixed order, to those of the ro
 from types import ModuleType
 
 import torch
-from fla.modules.norm.l2norm import l2norm_bwd, l2norm_fwd
 from torch.autograd.function import once_differentiable
 
 from . import gated_delta_rule_stages, kda_stages
 from .gather_rows_triton import gather, sum_rows
+from .normalized_rows_triton import gather_normalized, sum_normalized_gradients
+from .row_sums import RowSums
 from .sequence_layout import SequenceLayout
 
 
@@ -47,8 +48,11 @@ class _TreeLinearAttention(torch.autograd.Function):
         q_rstd = k_rstd = None
         dtypes = [x.dtype for x in (q, k, v, g, beta)]
         if use_l2norm:
-            (q, q_rstd), (k, k_rstd) = l2norm_fwd(q), l2norm_fwd(k)
-        q, k, v, g, beta = (gather(x, layout.rows)[None] for x in (q, k, v, g, beta))
+            (q, q_rstd), (k, k_rstd) = (gather_normalized(x, layout.rows) for x in (q, k))
+        else:
+            q, k = (gather(x, layout.rows) for x in (q, k))
+        v, g, beta = (gather(x, layout.rows)[None] for x in (v, g, beta))
+        q, k = q[None], k[None]
         first_slot = 0 if options["has_initial_states"] else layout.num_roots
         slots = torch.empty(
             layout.num_slots - first_slot,
@@ -62,7 +66,7 @@ class _TreeLinearAttention(torch.autograd.Function):
             slots[: layout.num_roots] = initial_states
         output, saved = stages.forward(q, k, v, g, beta, slots, layout, **options)
         ctx.save_for_backward(q, k, v, beta, q_rstd, k_rstd, slots, *saved)
-        ctx.layout, ctx.stages, ctx.use_l2norm, ctx.options, ctx.dtypes = layout, stages, use_l2norm, options, dtypes
+        ctx.layout, ctx.stages, ctx.options, ctx.dtypes = layout, stages, options, dtypes
         return gather(output[0], layout.output_positions), slots[layout.requested_slots - first_slot]
 
     @staticmethod
@@ -77,19 +81,32 @@ class _TreeLinearAttention(torch.autograd.Function):
                 q, k, v, beta, tuple(saved), slots, do, d_states, layout, **ctx.options
             )
             # A replayed token has no output, so its query has no gradient.
-            dq = _to_key_heads(gather(dq[0], layout.output_positions), q.shape[2])
-            dk = _to_key_heads(sum_rows(dk[0], layout.sums, torch.float32), q.shape[2])
+            dq = _sum_heads(dq[0], q[0], q_rstd, layout, layout.owned_sums)
+            dk = _sum_heads(dk[0], k[0], k_rstd, layout, layout.sums)
             dv, dg, dbeta = (
                 sum_rows(x[0], layout.sums, dtype) for x, dtype in zip((dv, dg, dbeta), ctx.dtypes[2:], strict=True)
             )
-            if ctx.use_l2norm:
-                dq = l2norm_bwd(gather(q[0], layout.output_positions), q_rstd, dq)
-                dk = l2norm_bwd(gather(k[0], layout.output_positions), k_rstd, dk)
         d_roots = d_roots if ctx.options["has_initial_states"] else None
-        return dq.to(ctx.dtypes[0]), dk.to(ctx.dtypes[1]), dv, dg, dbeta, d_roots, None, None, None, None
+        return dq, dk, dv, dg, dbeta, d_roots, None, None, None, None
 
 
-def _to_key_heads(gradient: torch.Tensor, num_key_heads: int) -> torch.Tensor:
-    """`[C, H, K]` -> `[C, Hk, K]`: the sum over the value heads that a key head serves."""
-    group = gradient.shape[1] // num_key_heads
-    return gradient if group == 1 else gradient.unflatten(1, (num_key_heads, group)).sum(2)
+def _sum_heads(
+    gradient: torch.Tensor,
+    heads: torch.Tensor,
+    rstd: torch.Tensor | None,
+    layout: SequenceLayout,
+    sums: RowSums,
+) -> torch.Tensor:
+    """Gradients `[T, H, K]` of queries or keys per packed token and value head -> `[C, Hk, K]` per row.
+
+    Args:
+        gradient: with respect to what the kernels read.
+        heads: `[T, Hk, K]`, what they read; rstd: `[T, Hk]`, its reciprocal norms, or None if it was not normalised.
+        layout, sums: packed tokens of each row whose gradients count.
+    """
+    if rstd is not None:
+        return sum_normalized_gradients(gradient, heads, rstd, layout.output_positions, sums)
+    group = gradient.shape[1] // heads.shape[1]
+    if group == 1:
+        return sum_rows(gradient, sums, heads.dtype)
+    return sum_rows(gradient, sums, torch.float32).unflatten(1, (-1, group)).sum(2).to(heads.dtype)

@@ -61,6 +61,7 @@ class SequenceLayout:
         group, rank_in_group (`[N]`): group of each sequence, and its turn there.
         topological_order (`[N]`): backward, whatever a sequence waits for comes before it.
         longest (`int`): the sequence with most tokens.
+        longest_tokens (`int`): its tokens.
         request (`[num_slots]`): index of each slot among the requested states; -1 for none.
         requested_slots (`[M]`): slots of the requested states.
     """
@@ -83,6 +84,7 @@ class SequenceLayout:
     rank_in_group: torch.Tensor
     topological_order: torch.Tensor
     longest: int
+    longest_tokens: int
     request: torch.Tensor
     requested_slots: torch.Tensor
 
@@ -115,3 +117,9 @@ class SequenceLayout:
     def sums(self) -> RowSums:
         """Packed tokens of each row, replays included."""
         return RowSums.from_index(self.rows, len(self.output_positions))
+
+    @cached_property
+    def owned_sums(self) -> RowSums:
+        """The packed token of each row that is not replayed."""
+        offsets = torch.arange(len(self.output_positions) + 1, device=self.output_positions.device)
+        return RowSums(len(self.output_positions), ((offsets, self.output_positions),))

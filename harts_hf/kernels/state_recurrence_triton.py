@@ -50,7 +50,8 @@ def run_states(
     units = layout.pieces if slots_are_known else layout.sequences
     h = k.new_empty(layout.num_chunks, num_heads, dim_k, dim_v)
     v_new = torch.empty_like(u)
-    constants = _constants(k, w, dim_v, decay, layout)
+    # The same for every tree, so that bits do not depend on it.
+    constants = _constants(k, w, dim_v, decay, layout, block_v=32, num_warps=4, num_stages=2, num_key_tiles=2)
     programs = num_heads * triton.cdiv(dim_v, constants["BV"])  # of a unit
     flags = _flags(layout.num_slots, programs, k.device)
     _forward_kernel[(units.num_units * programs,)](
@@ -109,7 +110,19 @@ def run_state_gradients(
     num_heads, dim_k, dim_v = w.shape[1], w.shape[2], do.shape[2]
     units = layout.sequences
     dh = k.new_empty(layout.num_chunks, num_heads, dim_k, dim_v)
-    constants = _constants(k, w, dim_v, decay, layout)
+    # One long sequence is bound by the latency of its chunks, many short ones by memory.
+    is_chain = 2 * layout.longest_tokens > len(layout.rows)
+    constants = _constants(
+        k,
+        w,
+        dim_v,
+        decay,
+        layout,
+        block_v=32 if is_chain or dim_k > 128 else 64,
+        num_warps=8,
+        num_stages=3,
+        num_key_tiles=3,
+    )
     programs = num_heads * triton.cdiv(dim_v, constants["BV"])  # of a sequence
     first_group = 0 if has_initial_states else layout.num_root_groups
     groups = torch.empty(
@@ -148,24 +161,44 @@ def run_state_gradients(
     return dh, sum_rows(groups, layout.root_sums, torch.float32)
 
 
-def _constants(k: torch.Tensor, w: torch.Tensor, dim_v: int, decay: torch.Tensor, layout: SequenceLayout) -> dict:
-    """Sizes and configuration of both kernels: the same for every tree, so that bits do not depend on it."""
-    dim_k = w.shape[2]
-    block_v = min(32, max(16, triton.next_power_of_2(dim_v)))
-    num_stages = 3 if dim_k <= 128 else 2
+def _constants(
+    k: torch.Tensor,
+    w: torch.Tensor,
+    dim_v: int,
+    decay: torch.Tensor,
+    layout: SequenceLayout,
+    *,
+    block_v: int,
+    num_warps: int,
+    num_stages: int,
+    num_key_tiles: int,
+) -> dict:
+    """Sizes and configuration of a kernel.
+
+    Args:
+        block_v, num_warps, num_stages: wanted for 16-bit operands: the best of a sweep on an H200 over rollout trees,
+            a chain and a wide fork. Fewer value channels or stages where shared memory asks for it.
+        num_key_tiles: tiles `[BT, BK]` that a chunk reads; it reads one `[BT, BV]` less.
+    """
+    block_k = max(16, triton.next_power_of_2(w.shape[2]))
+    block_v = min(block_v, max(16, triton.next_power_of_2(dim_v)))
     if k.dtype == torch.float32:
-        block_v, num_stages = min(block_v, 16 if dim_k > 64 else 32), 1
+        block_v, num_warps, num_stages = min(block_v, 16 if block_k > 64 else 32), 4, 1
+    elif k.is_cuda:
+        available = torch.cuda.get_device_properties(k.device).shared_memory_per_block_optin
+        stage_bytes = 2 * layout.chunk_size * (num_key_tiles * block_k + (num_key_tiles - 1) * block_v)
+        num_stages = max(1, min(num_stages, (available - 2 * block_k * block_v) // stage_bytes))
     return {
         "HK": k.shape[1],
         "H": w.shape[1],
-        "K": dim_k,
+        "K": w.shape[2],
         "V": dim_v,
         "BT": layout.chunk_size,
-        "BK": max(16, triton.next_power_of_2(dim_k)),
+        "BK": block_k,
         "BV": block_v,
         "HEAD_DECAY": decay.dim() == 2,
         "PRECISION": "ieee" if k.dtype == torch.float32 else "tf32",  # of no effect on 16-bit operands
-        "num_warps": 4,
+        "num_warps": num_warps,
         "num_stages": num_stages,
     }
 

@@ -218,6 +218,7 @@ class _TreeForward:
                 attention_mask=masks or mask,
                 use_cache=False,
                 harts_batch=batch,
+                harts_safe_gate=self.family.has_safe_gate(self.model.config.get_text_config()),
                 **extra,
             )
         hidden = output.last_hidden_state[0]

@@ -22,6 +22,7 @@ class Family:
         chunk_function (`str` or `None`): the module's chunkwise linear-attention function.
         layer_types (`tuple[str, ...]`): the entries of `config.layer_types` that are supported; the backbone then
             takes a dict of masks. Empty: the backbone takes one mask.
+        safe_gate (`tuple[str, str]` or `None`): config entries of KDA's bounded gate: whether it is on, and its bound.
         router_class (`str` or `None`): the MoE router's class; it returns (logits, weights, indices of the experts).
     """
 
@@ -30,7 +31,15 @@ class Family:
     linear_attention: str | None = None
     chunk_function: str | None = None
     layer_types: tuple[str, ...] = ()
+    safe_gate: tuple[str, str] | None = None
     router_class: str | None = None
+
+    def has_safe_gate(self, config) -> bool:
+        """Whether the layers of this text config keep every log decay within [-5, 0]."""
+        if self.safe_gate is None:
+            return False
+        is_on, lower_bound = (getattr(config, name) for name in self.safe_gate)
+        return is_on and -5 <= lower_bound < 0
 
 
 CONV_FUNCTION = "causal_conv1d_fn"
@@ -48,7 +57,12 @@ def _module(name: str) -> str:
 
 
 FAMILIES: dict[str, Family] = {
-    "bailing_hybrid": Family(_module("bailing_hybrid"), router_class="BailingHybridTopkRouter", **_KDA),
+    "bailing_hybrid": Family(
+        _module("bailing_hybrid"),
+        router_class="BailingHybridTopkRouter",
+        safe_gate=("kda_safe_gate", "kda_lower_bound"),
+        **_KDA,
+    ),
     "kimi_linear": Family(_module("kimi_linear"), router_class="KimiLinearTopkRouter", **_KDA),
     "qwen3_next": Family(_module("qwen3_next"), router_class="Qwen3NextTopKRouter", **_GATED_DELTA),
     "qwen3_5_text": Family(_module("qwen3_5"), **_GATED_DELTA),

@@ -80,6 +80,7 @@ def _chunk_seam(
     *,
     kind: str,
     harts_batch: CompactBatch,
+    harts_safe_gate: bool,
     harts_layer: int = -1,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
@@ -107,8 +108,14 @@ def _chunk_seam(
         continued = harts_batch.continued_roots(CHUNK_SIZE)
         zeros = state.new_zeros(layout.num_roots - continued, *state.shape[1:])
         state = torch.cat([state.expand(continued, -1, -1, -1), zeros])
+    options = {"safe_gate": harts_safe_gate} if kind == "kda" else {}
     output, states = _TREE_FUNCTIONS[kind](
-        queries, *inputs.values(), layout, use_qk_l2norm=use_qk_l2norm_in_kernel, initial_states=state
+        queries,
+        *inputs.values(),
+        layout,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
+        initial_states=state,
+        **options,
     )
     if boundary_rows:
         sink.put(harts_layer, "state", states)
