@@ -58,7 +58,8 @@ def evaluate(sequences, slots, windows, max_tokens: int) -> Evaluation:
     Args:
         sequences: all trajectories, int32 arrays.
         slots: `[slot][replica]` -> `(trajectories, window index or None)` or `None`.
-        windows: `(trajectory, prefix_tokens, replica, consumer slots)` of each window.
+        windows: `(trajectory, prefix_tokens, replica, consumer slots, index of the window around it or None)` of each
+            window.
         max_tokens: the budget of a replica in a slot.
 
     Raises:
@@ -77,7 +78,7 @@ def evaluate(sequences, slots, windows, max_tokens: int) -> Evaluation:
             seen[list(trajectories)] += 1
             rows[s, r] = count_rows([sequences[i] for i in trajectories])
             if window is not None:
-                owner, tokens, replica, consumers = windows[window]
+                owner, tokens, replica, consumers, _ = windows[window]
                 prefix = sequences[owner][:tokens]
                 assert replica == r and s in consumers
                 starts = [np.array_equal(sequences[i][:tokens], prefix[: len(sequences[i])]) for i in trajectories]
@@ -86,10 +87,16 @@ def evaluate(sequences, slots, windows, max_tokens: int) -> Evaluation:
                 assert max(map(len, inside)) >= tokens
                 rows[s, r] = count_rows(inside) - tokens + count_rows(outside)
     assert (seen == 1).all(), "every trajectory is in exactly one microbatch"
-    for owner, tokens, replica, consumers in windows:
-        assert list(consumers) == list(range(consumers[0], consumers[0] + len(consumers))) and len(consumers) > 1
+    for owner, tokens, replica, consumers, parent in windows:
+        assert list(consumers) == list(range(consumers[0], consumers[0] + len(consumers)))
+        assert len(consumers) > 1 or len(sequences[owner]) > max_tokens
         assert len(sequences[owner]) >= tokens
-        rows[consumers[0], replica] += tokens
+        given = 0
+        if parent is not None:
+            around, given, of_replica, slots_around, _ = windows[parent]
+            assert of_replica == replica and set(consumers) <= set(slots_around)
+            assert given < tokens and np.array_equal(sequences[owner][:given], sequences[around][:given])
+        rows[consumers[0], replica] += tokens - given
     largest = 0
     for s, slot in enumerate(slots):
         for r, microbatch in enumerate(slot):
@@ -102,4 +109,4 @@ def evaluate(sequences, slots, windows, max_tokens: int) -> Evaluation:
 def of_step_plan(plan):
     """`slots` and `windows` of a `harts_hf` StepPlan in the evaluator's form."""
     slots = [[None if m is None else (m.trajectories, m.window) for m in slot] for slot in plan.slots]
-    return slots, [(w.trajectory, w.prefix_tokens, w.replica, w.consumers) for w in plan.windows]
+    return slots, [(w.trajectory, w.prefix_tokens, w.replica, w.consumers, w.parent) for w in plan.windows]

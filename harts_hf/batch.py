@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from harts_hf.boundary import Boundary
 from harts_hf.kernels.attention_layout import AttentionLayout
 from harts_hf.kernels.chunk_layout import ChunkLayout
 from harts_hf.kernels.tree_conv import ConvLayout
 from harts_hf.layouts import make_chunk_layout
+from harts_hf.planning.consumer_tree import ConsumerTree
 from harts_hf.planning.rounds import RoundPlan, plan_rounds
-from harts_hf.tree import PrefixTree
+from harts_hf.tree import PrefixTree, RowForest
 
 
 class CompactBatch:
@@ -26,17 +28,27 @@ class CompactBatch:
     Row `r` predicts one token per child, so a scored token is a row `c` whose target is `token_ids[c]` and whose
     hidden state is that of `parent[c]`. Only rows that some trajectory scores are projected to the vocabulary.
 
+    A batch of a sharing window starts from a boundary: the rows of its prefix are known and not computed. Layers then
+    read them in front of their own. Known rows, and known scores, are numbered with the prefix's first.
+
     Args:
-        tree ([`PrefixTree`]): the trajectories' prefix tree.
+        tree ([`PrefixTree`] or [`ConsumerTree`]): the trajectories' prefix tree, or the known rows of a batch that
+            starts from a boundary.
         scored (list of `np.ndarray` of bool, *optional*): per trajectory, of its length, which tokens' log-probs are
             wanted. The first token has no context, so its entry must be False. Defaults to all but the first.
         device (`torch.device`): where the tensors live.
+        prefix_scored (`np.ndarray` of bool, *optional*): which tokens of the prefix have been scored.
+        starts_from (`Boundary`, *optional*): where the layers read what they need of the prefix's rows.
+        produces (`Boundary`, *optional*): where the layers put what consumers of this batch need.
 
     Attributes:
-        tree ([`PrefixTree`]), device (`torch.device`): as given; the tree stays on the host.
-        rows (list of `[length]`, int64 `np.ndarray`): rows of each trajectory, root first.
-        token_ids (`[C]`, int64), position_ids (`[C]`, int64), counts (`[C]`, fp32): as in the tree.
-        score_parents (`[P]`, int64): row whose hidden state predicts the scored token.
+        tree, device, starts_from, produces: as given; the tree stays on the host.
+        rows (list of `[length]`, int64 `np.ndarray`): known rows of each trajectory, root first.
+        num_prefix_rows (`int`): p, known rows that are not computed; 0 without a boundary.
+        token_ids (`[C]`, int64), position_ids (`[C]`, int64), counts (`[C]`, fp32): as in the tree, of the computed
+            rows.
+        score_parents (`[P]`, int64): row whose hidden state predicts the scored token, of the computed rows; with a
+            prefix, of its last row and the computed rows.
         score_targets (`[P]`, int64): the scored token.
 
     Raises:
@@ -46,13 +58,21 @@ class CompactBatch:
 
     def __init__(
         self,
-        tree: PrefixTree,
+        tree: PrefixTree | ConsumerTree,
         scored: Sequence[np.ndarray] | None = None,
         device: torch.device | str = "cpu",
+        *,
+        prefix_scored: np.ndarray | None = None,
+        starts_from: Boundary | None = None,
+        produces: Boundary | None = None,
     ):
         self.tree = tree
         self.device = torch.device(device)
+        self.starts_from = starts_from
+        self.produces = produces
         self.rows = tree.all_rows()
+        self.num_prefix_rows = tree.prefix_rows if isinstance(tree, ConsumerTree) else 0
+        first = self.num_prefix_rows
         is_scored = np.zeros(tree.num_rows, dtype=bool)
         if scored is None:
             is_scored[tree.parent >= 0] = True
@@ -63,14 +83,17 @@ class CompactBatch:
                 if mask[0]:
                     raise ValueError(f"trajectory {i}: its first token has no context, so it cannot be scored")
                 is_scored[rows[mask]] = True
+        if prefix_scored is not None:
+            is_scored[:first] = prefix_scored
         score_rows = np.flatnonzero(is_scored)
         self._score_of_row = np.full(tree.num_rows, -1, dtype=np.int64)
         self._score_of_row[score_rows] = np.arange(len(score_rows))
 
-        self.token_ids = self._tensor(tree.token_ids)
-        self.position_ids = self._tensor(tree.position_ids)
-        self.counts = self._tensor(tree.counts).float()
-        self.score_parents = self._tensor(tree.parent[score_rows])
+        score_rows = score_rows[score_rows >= first]
+        self.token_ids = self._tensor(tree.token_ids[first:])
+        self.position_ids = self._tensor(tree.position_ids[first:])
+        self.counts = self._tensor(tree.counts[first:]).float()
+        self.score_parents = self._tensor(tree.parent[score_rows] - max(0, first - 1))
         self.score_targets = self._tensor(tree.token_ids[score_rows])
         self._attention: AttentionLayout | None = None
         self._rounds: dict[int, RoundPlan] = {}
@@ -80,13 +103,18 @@ class CompactBatch:
     @property
     def num_rows(self) -> int:
         """C, the rows that are computed."""
+        return self.tree.num_rows - self.num_prefix_rows
+
+    @property
+    def num_known_rows(self) -> int:
+        """p + C, the rows that `rows` counts."""
         return self.tree.num_rows
 
     def scores(self, trajectory: int) -> np.ndarray:
-        """Where the log-probs of one trajectory's tokens stand among the `P` scored tokens.
+        """Where the log-probs of one trajectory's tokens stand among the known scores, the prefix's and the batch's.
 
         Returns:
-            `[length]`, int64 on the host: index into `[P]`; -1 where the token's log-prob is not computed.
+            `[length]`, int64 on the host: index into the scores; -1 where the token's log-prob is not computed.
         """
         return self._score_of_row[self.rows[trajectory]]
 
@@ -95,15 +123,21 @@ class CompactBatch:
         return self._score_of_row[np.concatenate(self.rows)]
 
     def attention_layout(self) -> AttentionLayout:
-        """What each row may attend to."""
+        """What each computed row may attend to: known rows."""
         if self._attention is None:
-            self._attention = AttentionLayout(self._tensor(self.tree.subtree_end), self.position_ids)
+            self._attention = AttentionLayout(
+                self._tensor(self.tree.subtree_end), self._tensor(self.tree.position_ids), self.num_prefix_rows
+            )
         return self._attention
+
+    def replayed_prefix_rows(self, chunk_size: int = 64) -> int:
+        """Last rows of the prefix, fewer than a chunk, that linear attention runs again in front of the own rows."""
+        return self.num_prefix_rows % chunk_size
 
     def round_plan(self, chunk_size: int = 64) -> RoundPlan:
         """Sequences, replay and rounds of the linear-attention layers."""
         if chunk_size not in self._rounds:
-            self._rounds[chunk_size] = plan_rounds(self.tree, chunk_size)
+            self._rounds[chunk_size] = plan_rounds(self._linear_forest(chunk_size), chunk_size)
         return self._rounds[chunk_size]
 
     def planned_rounds(self) -> tuple[RoundPlan, ...]:
@@ -112,6 +146,8 @@ class CompactBatch:
 
     def chunk_layout(self, chunk_size: int = 64, boundary_rows: Sequence[int] = ()) -> ChunkLayout:
         """Chunks of the linear-attention kernels, as tensors.
+
+        Its rows are the replayed rows of the prefix and the computed ones.
 
         Args:
             chunk_size: tokens of a chunk, counted from each trajectory's start.
@@ -123,19 +159,35 @@ class CompactBatch:
         key = chunk_size, tuple(boundary_rows)
         if key not in self._chunks:
             self._chunks[key] = make_chunk_layout(
-                self.tree, self.round_plan(chunk_size), self._tensor, boundary_rows=key[1]
+                self._linear_forest(chunk_size), self.round_plan(chunk_size), self._tensor, boundary_rows=key[1]
             )
         return self._chunks[key]
 
+    def continued_roots(self, chunk_size: int = 64) -> int:
+        """How many of the first roots of `chunk_layout` start from the state at the prefix's last chunk boundary."""
+        if self.num_prefix_rows == 0:
+            return 0
+        if self.replayed_prefix_rows(chunk_size):
+            return 1
+        return int((self.tree.parent[self.num_prefix_rows :] == self.num_prefix_rows - 1).sum())
+
     def conv_layout(self, width: int) -> ConvLayout:
-        """Rows that a causal convolution of `width` taps reads."""
+        """Rows that a causal convolution of `width` taps reads.
+
+        They are the last `width - 1` rows of the prefix, or all if it is shorter, and the computed ones.
+        """
         if width not in self._convs:
-            columns = [np.arange(self.num_rows)]
+            first = max(0, self.num_prefix_rows - (width - 1))
+            columns = [np.arange(first, self.num_known_rows)]
             for _ in range(width - 1):
                 row = columns[-1]
-                columns.append(np.where(row >= 0, self.tree.parent[row], -1))
-            self._convs[width] = ConvLayout(self._tensor(np.stack(columns[::-1], axis=1)))
+                columns.append(np.where(row >= first, self.tree.parent[row], -1))
+            ancestors = np.stack(columns[::-1], axis=1) - first
+            self._convs[width] = ConvLayout(self._tensor(np.maximum(ancestors, -1)))
         return self._convs[width]
+
+    def _linear_forest(self, chunk_size: int) -> RowForest:
+        return self.tree.replay_forest(chunk_size) if isinstance(self.tree, ConsumerTree) else self.tree
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

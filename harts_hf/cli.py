@@ -136,7 +136,10 @@ def draw_plan(plan: StepPlan, path: Path) -> None:
     num_replicas = len(plan.slots[0])
     figure, axes = plt.subplots(figsize=(12, 1.5 + 0.3 * num_replicas))
     colours = plt.get_cmap("tab20").colors
-    producers = {(w.consumers[0], w.replica): w.prefix_tokens for w in plan.windows}
+    producers: dict[tuple[int, int], int] = {}
+    for window, produced in zip(plan.windows, plan.producer_rows, strict=True):
+        cell = (window.consumers[0], window.replica)
+        producers[cell] = producers.get(cell, 0) + produced
     start = 0
     for s, (slot, rows) in enumerate(zip(plan.slots, plan.slot_rows, strict=True)):
         for replica, microbatch in enumerate(slot):

@@ -1,29 +1,23 @@
-"""Run a StepPlan on one replica: a forward per microbatch, and a backward where a loss is given."""
+"""Run a StepPlan on one replica: a forward per microbatch, and a backward where a loss is given.
+
+A sharing window's producer runs before its first consumer. Its consumers start from its boundary, whose tensors are
+leaves; the producer runs backward after its last consumer, and nothing of it is kept.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from harts_hf.batch import CompactBatch
+from harts_hf.boundary import Boundary
 from harts_hf.models.enable import TreeOutput
 from harts_hf.planning.plan import Microbatch, StepPlan
 from harts_hf.tree import PrefixTree
+from harts_hf.window_batches import Trajectory, WindowBatches
 
-
-@dataclass(frozen=True, eq=False)
-class Trajectory:
-    """One trajectory of a step.
-
-    Attributes:
-        token_ids (`[len]`, int64): its tokens.
-        scored (`[len]`, bool): tokens whose log-prob is wanted; False for the first, which has no context.
-    """
-
-    token_ids: np.ndarray
-    scored: np.ndarray
+Context = Callable[[], contextlib.AbstractContextManager]
 
 
 @dataclass(frozen=True)
@@ -35,23 +29,26 @@ class ForwardOptions:
         with_entropies, with_router_logits (`bool`): what the output holds beside log-probs.
         head_in_fp32 (`bool`): project to the vocabulary in fp32 whatever the model's dtype and autocast.
         autocast: a function that returns the context of the forward.
+        offload_producers (`bool`): keep what a producer's backward needs, apart from its boundary, in host memory
+            while its consumers run. With activation recomputation these are the layers' inputs.
     """
 
     temperature: float = 1.0
     with_entropies: bool = True
     with_router_logits: bool = False
     head_in_fp32: bool = False
-    autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    autocast: Context = contextlib.nullcontext
+    offload_producers: bool = False
 
 
 @dataclass(frozen=True)
 class MicrobatchResult:
-    """One microbatch's forward.
+    """One microbatch's forward, or that of a window's producer.
 
     Attributes:
-        microbatch ([`Microbatch`]): the plan's entry.
+        microbatch ([`Microbatch`]): the plan's entry; for a producer one without trajectories.
         batch ([`CompactBatch`]): its tensors; trajectory `i` of the batch is `microbatch.trajectories[i]` of the step.
-        output ([`TreeOutput`]): what the model returned for them.
+        output ([`TreeOutput`]): what the model returned for them. A consumer's holds its window's prefix too.
     """
 
     microbatch: Microbatch
@@ -64,7 +61,8 @@ def forward_plan(
 ) -> Iterator[MicrobatchResult]:
     """Forward each microbatch of the plan's only replica, in order.
 
-    The caller decides about gradients. A result and its graph live as long as the caller keeps the result.
+    The caller decides about gradients. A result and its graph live as long as the caller keeps the result; results of
+    one window share the producer's graph, so one backward has to serve all of them.
 
     Args:
         model: a causal LM with a tree forward, as is or wrapped by PEFT or DDP.
@@ -73,25 +71,13 @@ def forward_plan(
         options: how the model is called.
         device: where the model's inputs live.
     """
-    for microbatch in plan.microbatches:
-        yield _forward_microbatch(model, microbatch, trajectories, options, device)  # no name here keeps it alive
-
-
-def _forward_microbatch(
-    model, microbatch: Microbatch, trajectories: Sequence[Trajectory], options: ForwardOptions, device: torch.device
-) -> MicrobatchResult:
-    own = [trajectories[i] for i in microbatch.trajectories]
-    tree = PrefixTree.from_sequences([t.token_ids for t in own])
-    batch = CompactBatch(tree, [t.scored for t in own], device)
-    with options.autocast():
-        output = model(
-            harts_batch=batch,
-            temperature=options.temperature,
-            with_entropies=options.with_entropies,
-            with_router_logits=options.with_router_logits,
-            head_in_fp32=options.head_in_fp32,
-        )
-    return MicrobatchResult(microbatch, batch, output)
+    run = _PlanRun(model, plan, trajectories, options, device, is_detached=False)
+    for slot, microbatch in enumerate(plan.microbatches):
+        for window in run.windows_to_open(microbatch):
+            run.produce(window)
+        yield run.forward(microbatch)  # no name here keeps it alive
+        for window in run.windows_to_close(microbatch, slot):
+            run.boundaries.pop(window).free()
 
 
 def train_plan(
@@ -103,26 +89,110 @@ def train_plan(
     *,
     loss: Callable[[MicrobatchResult], torch.Tensor],
     backward: Callable[[torch.Tensor], None],
-    defer_sync: Callable[[], contextlib.AbstractContextManager],
+    defer_sync: Context,
     after: Callable[[MicrobatchResult], None],
+    needs_synced_forward: bool = False,
 ) -> None:
     """Forward and backward each microbatch of the plan's only replica; gradients add up in the parameters.
+
+    An exception leaves the gradients of what has run: the caller drops them. Boundaries are freed.
 
     Args:
         model, plan, trajectories, options, device: as for [`forward_plan`].
         loss: a microbatch's result -> the scalar whose gradient is wanted. The sum over microbatches is the step's
             loss.
         backward: runs the backward of that scalar.
-        defer_sync: context in which gradients are not synchronised between ranks; used for all microbatches but the
+        defer_sync: context in which gradients are not synchronised between ranks; used for all backwards but the
             last.
-        after: sees each result once its backward has run and its graph is gone.
+        after: sees each result, those of producers too, once its backward, or the producer's forward, has run.
+        needs_synced_forward: gradients are synchronised only in the backward of a forward that ran outside
+            `defer_sync` (DDP). A plan that ends with a producer's backward then runs one more, of weight 0.
     """
-    remaining = len(plan.microbatches)
-    results = forward_plan(model, plan, trajectories, options, device)
-    while remaining:
-        remaining -= 1
-        with defer_sync() if remaining else contextlib.nullcontext():
-            result = next(results)
-            backward(loss(result))
-        after(result)
-        del result
+    run = _PlanRun(model, plan, trajectories, options, device, is_detached=True)
+    last = len(plan.microbatches) - 1
+    try:
+        for slot, microbatch in enumerate(plan.microbatches):
+            is_last = slot == last and microbatch.window is None
+            with contextlib.nullcontext() if is_last else defer_sync():
+                for window in run.windows_to_open(microbatch):
+                    after(run.produce(window))
+                result = run.forward(microbatch)
+                backward(loss(result))
+            after(result)
+            del result
+            to_close = run.windows_to_close(microbatch, slot)
+            for window in to_close:
+                ends_plan = slot == last and window == to_close[-1] and not needs_synced_forward
+                with contextlib.nullcontext() if ends_plan else defer_sync():
+                    handed_back = run.boundaries.pop(window).hand_back()
+                    if handed_back is not None:
+                        backward(handed_back)
+        if needs_synced_forward and plan.microbatches[-1].window is not None:
+            backward(run.forward_nothing())
+    finally:
+        for boundary in run.boundaries.values():
+            boundary.free()
+
+
+class _PlanRun:
+    """Forwards of a plan, and the boundaries that are alive.
+
+    Attributes:
+        boundaries (`dict[int, Boundary]`): of each window whose producer has run and whose consumers have not.
+    """
+
+    def __init__(self, model, plan, trajectories, options: ForwardOptions, device: torch.device, is_detached: bool):
+        self.boundaries: dict[int, Boundary] = {}
+        self._model, self._plan, self._options, self._device = model, plan, options, device
+        self._batches = WindowBatches(plan, trajectories, device)
+        self._is_detached = is_detached
+        self._last_use: dict[int, int] = {}  # of each window: place of its last consumer among the microbatches
+        for place, microbatch in enumerate(plan.microbatches):
+            for window in plan.windows_above(microbatch.window):
+                self._last_use[window] = place
+
+    def windows_to_open(self, microbatch: Microbatch) -> list[int]:
+        """Windows whose producers have to run before the microbatch, outermost first."""
+        return [w for w in self._plan.windows_above(microbatch.window) if w not in self.boundaries]
+
+    def windows_to_close(self, microbatch: Microbatch, place: int) -> list[int]:
+        """Windows whose last consumer the microbatch is, innermost first."""
+        path = self._plan.windows_above(microbatch.window)
+        return [w for w in reversed(path) if self._last_use[w] == place]
+
+    def produce(self, window: int) -> MicrobatchResult:
+        """Run a window's producer and keep its boundary."""
+        entry = self._plan.windows[window]
+        source = None if entry.parent is None else self.boundaries[entry.parent]
+        boundary = Boundary(entry.prefix_tokens, source, self._is_detached)
+        batch = self._batches.of_producer(window, source, boundary)
+        offload = contextlib.nullcontext()
+        if self._options.offload_producers:
+            offload = torch.autograd.graph.save_on_cpu(pin_memory=self._device.type == "cuda")
+        with offload:
+            output = self._call(batch)
+        boundary.close()
+        self.boundaries[window] = boundary
+        return MicrobatchResult(Microbatch((), batch.num_rows, entry.parent), batch, output)
+
+    def forward(self, microbatch: Microbatch) -> MicrobatchResult:
+        """Run a microbatch from the boundary of its window, or from nothing."""
+        source = None if microbatch.window is None else self.boundaries[microbatch.window]
+        batch = self._batches.of_microbatch(microbatch, source)
+        return MicrobatchResult(microbatch, batch, self._call(batch))
+
+    def forward_nothing(self) -> torch.Tensor:
+        """A loss of weight 0, of one scored token."""
+        batch = CompactBatch(PrefixTree.from_sequences([[0, 0]]), device=self._device)
+        return 0.0 * self._call(batch).log_probs.sum()
+
+    def _call(self, batch: CompactBatch) -> TreeOutput:
+        options = self._options
+        with options.autocast():
+            return self._model(
+                harts_batch=batch,
+                temperature=options.temperature,
+                with_entropies=options.with_entropies,
+                with_router_logits=options.with_router_logits,
+                head_in_fp32=options.head_in_fp32,
+            )

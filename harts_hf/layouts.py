@@ -13,13 +13,13 @@ from harts_hf.planning.chunks import plan_chunks
 from harts_hf.planning.packed_calls import PackedCallPlan, plan_node_calls, plan_packed_calls
 from harts_hf.planning.rounds import RoundPlan
 from harts_hf.planning.sequences import plan_sequences
-from harts_hf.tree import PrefixTree
+from harts_hf.tree import RowForest
 
 ToTensor = Callable[[np.ndarray], torch.Tensor]
 
 
 def make_chunk_layout(
-    tree: PrefixTree, rounds: RoundPlan, to_tensor: ToTensor, boundary_rows: Sequence[int] = ()
+    tree: RowForest, rounds: RoundPlan, to_tensor: ToTensor, boundary_rows: Sequence[int] = ()
 ) -> ChunkLayout:
     """The layout of a tree's chunks; its other forms are made when they are first used.
 

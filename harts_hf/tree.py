@@ -13,12 +13,11 @@ import numpy as np
 
 
 @dataclass(frozen=True, eq=False)
-class PrefixTree:
-    """The prefix tree (trie) of a set of trajectories, one row per distinct prefix, in depth-first order.
+class RowForest:
+    """Rows of prefix trees in depth-first order, whatever trajectories they come from.
 
-    Children of a row are in increasing order of their token. Row `r` and its descendants are the rows
-    `r .. subtree_end[r] - 1`, so row `k` is an ancestor of row `q`, or `q` itself, iff `k <= q < subtree_end[k]`.
-    Build one with [`PrefixTree.from_sequences`].
+    Row `r` and its descendants are the rows `r .. subtree_end[r] - 1`, so row `k` is an ancestor of row `q`, or `q`
+    itself, iff `k <= q < subtree_end[k]`.
 
     Attributes:
         token_ids (`np.ndarray` of shape `[C]`, int64): token of each row.
@@ -26,11 +25,6 @@ class PrefixTree:
         parent (`np.ndarray` of shape `[C]`, int64): row of the prefix that is one token shorter; -1 at roots.
         subtree_end (`np.ndarray` of shape `[C]`, int64): one past the last row of the row's subtree.
         counts (`np.ndarray` of shape `[C]`, int64): how many trajectories pass through the row (HARTS: occurrences q).
-        lengths (`np.ndarray` of shape `[N]`, int64): length of each trajectory, in tokens, in the caller's order.
-        sorted_order (`np.ndarray` of shape `[N]`, int64): trajectories in lexicographic order; ties keep the caller's
-            order.
-        sorted_lcp (`np.ndarray` of shape `[N]`, int64): common prefix, in tokens, of `sorted_order[k - 1]` and
-            `sorted_order[k]`; 0 for the first.
     """
 
     token_ids: np.ndarray
@@ -38,6 +32,40 @@ class PrefixTree:
     parent: np.ndarray
     subtree_end: np.ndarray
     counts: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        """C: distinct prefixes, the tokens that are computed."""
+        return len(self.token_ids)
+
+    def segment_starts(self) -> np.ndarray:
+        """First row of every segment.
+
+        A segment is a maximal chain of rows without a fork and with one set of trajectories.
+
+        Returns:
+            `[num_segments]`, int64, increasing.
+        """
+        continues = np.zeros(self.num_rows, dtype=bool)
+        continues[1:] = (self.parent[1:] == np.arange(self.num_rows - 1)) & (self.counts[1:] == self.counts[:-1])
+        return np.flatnonzero(~continues)
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixTree(RowForest):
+    """The prefix tree (trie) of a set of trajectories, one row per distinct prefix, in depth-first order.
+
+    A [`RowForest`] that knows its trajectories. Children of a row are in increasing order of their token. Build one
+    with [`PrefixTree.from_sequences`].
+
+    Attributes:
+        lengths (`np.ndarray` of shape `[N]`, int64): length of each trajectory, in tokens, in the caller's order.
+        sorted_order (`np.ndarray` of shape `[N]`, int64): trajectories in lexicographic order; ties keep the caller's
+            order.
+        sorted_lcp (`np.ndarray` of shape `[N]`, int64): common prefix, in tokens, of `sorted_order[k - 1]` and
+            `sorted_order[k]`; 0 for the first.
+    """
+
     lengths: np.ndarray
     sorted_order: np.ndarray
     sorted_lcp: np.ndarray
@@ -133,11 +161,6 @@ class PrefixTree:
         )
 
     @property
-    def num_rows(self) -> int:
-        """C: distinct prefixes, the tokens that are computed."""
-        return len(self.token_ids)
-
-    @property
     def num_tokens(self) -> int:
         """S: expanded tokens, the sum of the trajectories' lengths."""
         return int(self.lengths.sum())
@@ -189,18 +212,6 @@ class PrefixTree:
             path = np.concatenate([path[: self.sorted_lcp[k]], added])
             rows[trajectory] = path
         return rows
-
-    def segment_starts(self) -> np.ndarray:
-        """First row of every segment.
-
-        A segment is a maximal chain of rows without a fork and with one set of trajectories.
-
-        Returns:
-            `[num_segments]`, int64, increasing.
-        """
-        continues = np.zeros(self.num_rows, dtype=bool)
-        continues[1:] = (self.parent[1:] == np.arange(self.num_rows - 1)) & (self.counts[1:] == self.counts[:-1])
-        return np.flatnonzero(~continues)
 
 
 def _sort_key(sequence, index: int) -> bytes:

@@ -29,7 +29,7 @@ def main(folder: Path) -> None:
     }
     stock = train(StockOnTrajectories, checkpoint, folder, **options)
     other = train(StockOnTrajectories, checkpoint, folder, **options, pad_to_multiple_of=64)
-    # Ranks split their share differently, so that they run different numbers of microbatches.
+    # Ranks split their share differently, so that they run different numbers of microbatches, one with windows.
     tree = train(TreeGRPOTrainer, checkpoint, folder, **options, max_tokens_per_microbatch=(60, 10**6)[rank])
     assert torch.distributed.get_world_size() == 2
     errors = {
@@ -37,6 +37,7 @@ def main(folder: Path) -> None:
         "metric": (max(metric_errors(tree, stock).values()), max(metric_errors(other, stock).values())),
     }
     print(f"rank {rank}: {tree.logs[0]['tree/microbatches']} microbatches, {errors}", flush=True)
+    assert (tree.logs[0]["tree/windows"] > 0) == (rank == 0)
     for name, (error, noise) in errors.items():
         assert error <= max(2 * noise, 1e-5), (name, error, noise)
     for name, parameter in tree.parameters.items():

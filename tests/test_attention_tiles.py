@@ -84,6 +84,20 @@ def test_tiles_of_random_forests(seed):
     check(layout, 16, 8, (None, 1, 40)[seed % 3])
 
 
+@pytest.mark.parametrize("first_query", [1, 63, 64, 200, 299])
+@pytest.mark.parametrize("q_tile, k_tile", [(64, 64), (64, 96), (128, 32)])
+def test_tiles_of_queries_that_nothing_is_asked_of(first_query, q_tile, k_tile):
+    """Tiles with a wanted query are as without a prefix; the others keep their own rows alone."""
+    layout = layout_of(sequences_of(300))
+    tiles = layout.subtree_end, layout.position_ids, q_tile, k_tile
+    every_query = classify_tiles(*tiles)
+    for wanted, mask in zip(classify_tiles(*tiles, first_query=first_query), every_query, strict=True):
+        for i, row in enumerate(mask):
+            rows = torch.arange(len(row)) * k_tile
+            own = (rows < (i + 1) * q_tile) & (rows + k_tile > i * q_tile)
+            assert torch.equal(wanted[i], row if (i + 1) * q_tile > first_query else row & own)
+
+
 def test_a_window_hides_tiles_of_a_chain():
     """A lower bound on what is listed would be of no use if it hid nothing: on one chain it is exact."""
     layout = layout_of([np.random.default_rng(0).integers(2, VOCAB, 1000)])

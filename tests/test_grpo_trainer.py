@@ -51,6 +51,7 @@ CASES = {
         "loss_type": "grpo",
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": True},
+        "sharing_windows": False,
     },
     "checkpointing": {
         "loss_type": "grpo",
@@ -79,7 +80,8 @@ class OtherPadding(GRPOTrainer):
         )
 
 
-PLANS = {"one microbatch": None, "seven microbatches": UNEVEN}
+PLANS = {"one microbatch": None, "seven microbatches": UNEVEN, "windows": None}
+WINDOW_ROWS = 50  # trajectories have up to 107 tokens: windows inside of windows, hand-offs within a completion
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +120,7 @@ def fixed_plan(groups):
     """A plan_step that splits the first trajectories as told, whatever they are, and puts all others together."""
     told = {i for group in groups for i in group}
 
-    def plan(tree, max_tokens):
+    def plan(tree, max_tokens, **options):
         own = [tuple(i for i in group if i < tree.num_trajectories) for group in groups]
         own.append(tuple(i for i in range(tree.num_trajectories) if i not in told))
         microbatches = [(Microbatch(group, 1),) for group in own if group]
@@ -133,7 +135,8 @@ def test_equals_stock(case, plan, checkpoint, stock_runs, tmp_path, monkeypatch)
     stock, other = stock_runs(case)
     if PLANS[plan] is not None:
         monkeypatch.setattr(grpo_trainer, "plan_step", fixed_plan(PLANS[plan]))
-    tree = train(TreeGRPOTrainer, checkpoint, tmp_path, case_rollouts(case), **case_options(case))
+    options = {"max_tokens_per_microbatch": WINDOW_ROWS} if plan == "windows" else {}
+    tree = train(TreeGRPOTrainer, checkpoint, tmp_path, case_rollouts(case), **{**case_options(case), **options})
     noise = gradient_error(other, stock)
     error = gradient_error(tree, stock)
     assert error <= max(2 * noise, 1e-6), f"gradient error {error:.2e}, noise {noise:.2e}"
@@ -141,6 +144,9 @@ def test_equals_stock(case, plan, checkpoint, stock_runs, tmp_path, monkeypatch)
     metric_noise = metric_errors(other, stock)
     for name, difference in metric_errors(tree, stock).items():
         assert difference <= max(2 * metric_noise[name], 1e-5), f"{name}: {difference:.2e}"
+    if plan == "windows":
+        assert (tree.logs[0]["tree/windows"] > 0) == case_options(case).get("sharing_windows", True)
+        return
     # With truncated completions masked, two trajectories have nothing to train and are left out.
     expected = 1 if PLANS[plan] is None else 5 if case == "mask truncated" else 7
     assert tree.logs[0]["tree/microbatches"] == expected
@@ -224,6 +230,16 @@ def test_vllm_importance_sampling(config, checkpoint, tmp_path):
     assert max(metric_errors(tree, stock).values()) <= max(2 * max(metric_errors(other, stock).values()), 1e-5)
 
 
+@pytest.mark.parametrize("options", [{"sharing_windows": False}, {"max_window_gib": 0.0}, {"offload_producers": True}])
+def test_window_options_move_no_number(options, checkpoint, tmp_path):
+    runs = [
+        train(TreeGRPOTrainer, checkpoint, tmp_path, max_tokens_per_microbatch=110, **extra) for extra in ({}, options)
+    ]
+    assert gradient_error(*runs) <= 1e-5
+    assert runs[0].logs[0]["tree/windows"] > 0
+    assert (runs[1].logs[0]["tree/windows"] > 0) == ("offload_producers" in options)
+
+
 def test_several_sgd_steps(checkpoint, tmp_path):
     options = {"max_steps": 5, "learning_rate": 0.05, "loss_type": "dapo"}
     stock = train(GRPOTrainer, checkpoint, tmp_path, **options)
@@ -274,30 +290,42 @@ def test_coupled_loss_raises_before_the_update(checkpoint, tmp_path, monkeypatch
         assert parameter.grad is None or not parameter.grad.any()
 
 
-def test_failure_in_a_microbatch_leaves_no_gradient(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo_trainer, "plan_step", fixed_plan(UNEVEN))
-    calls = []
+@pytest.mark.parametrize("plan", ["seven microbatches", "windows"])
+def test_failure_in_a_microbatch_leaves_no_gradient(plan, checkpoint, tmp_path, monkeypatch):
+    """The step raises; with windows in their second, after the first has run backward."""
+    if PLANS[plan] is not None:
+        monkeypatch.setattr(grpo_trainer, "plan_step", fixed_plan(PLANS[plan]))
+    calls, kept = [], {}
 
     def fail_late(trainer):
         calls.append(trainer)
+        kept.update({n: p.detach().clone() for n, p in trainer.model.named_parameters()})
         original = trainer._oracle.gradient
 
         def gradient(*args):
             calls.append(None)
-            if len(calls) > 4:
+            if len(calls) > 5:
                 raise MemoryError("out of memory")
             return original(*args)
 
         trainer._oracle.gradient = gradient
 
     with pytest.raises(MemoryError):
-        train(TreeGRPOTrainer, checkpoint, tmp_path, prepare=fail_late)
-    assert all(p.grad is None or not p.grad.any() for p in calls[0].model.parameters())
+        train(TreeGRPOTrainer, checkpoint, tmp_path, prepare=fail_late, max_tokens_per_microbatch=WINDOW_ROWS)
+    trainer = calls[0]
+    assert all(p.grad is None or not p.grad.any() for p in trainer.model.parameters())
+    assert all(torch.equal(p, kept[n]) for n, p in trainer.model.named_parameters())
+    assert not trainer.optimizer.state_dict()["state"] and trainer.state.global_step == 0
 
 
 def test_refused_options(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="max_tokens_per_microbatch"):
         TreeGRPOConfig(output_dir=str(tmp_path), max_tokens_per_microbatch=0, use_cpu=True)
+    with pytest.raises(ValueError, match="max_window_gib"):
+        TreeGRPOConfig(output_dir=str(tmp_path), max_window_gib=-1.0, use_cpu=True)
+    with pytest.raises(ValueError, match="use_reentrant=False.*sharing_windows=False"):
+        options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+        train(TreeGRPOTrainer, checkpoint, tmp_path, **options)
     with pytest.raises(ValueError, match="torch_compile"):
         train(TreeGRPOTrainer, checkpoint, tmp_path, torch_compile=True)
     with pytest.raises(ValueError, match="neftune"):

@@ -39,6 +39,11 @@ def check_plan(plan, sequences, max_tokens, num_replicas):
             assert members == sorted(members)
             rows = distinct_prefixes(members)
             charged = len(rows)
+            producers = sum(
+                produced
+                for w, produced in zip(plan.windows, plan.producer_rows, strict=True)
+                if w.replica == replica and w.consumers[0] == s
+            )
             if m.window is not None:
                 window = plan.windows[m.window]
                 assert window.replica == replica and s in window.consumers
@@ -49,7 +54,8 @@ def check_plan(plan, sequences, max_tokens, num_replicas):
                 outside = [member for member in members if member not in inside]
                 own = distinct_prefixes(inside) - distinct_prefixes([prefix])
                 assert m.rows == len(own) + len(distinct_prefixes(outside))
-                charged = m.rows + (window.prefix_tokens if s == window.consumers[0] else 0)
+                charged = m.rows + producers
+                assert m.rows <= max_tokens
             else:
                 assert m.rows == charged
             assert plan.slot_rows[s][replica] == charged
@@ -60,8 +66,16 @@ def check_plan(plan, sequences, max_tokens, num_replicas):
             total += charged
     for k, window in enumerate(plan.windows):
         consumers = window.consumers
-        assert len(consumers) > 1 and list(consumers) == list(range(consumers[0], consumers[-1] + 1))
-        assert all(plan.slots[s][window.replica].window == k for s in consumers)
+        assert list(consumers) == list(range(consumers[0], consumers[-1] + 1))
+        assert all(k in plan.windows_above(plan.slots[s][window.replica].window) for s in consumers)
+        assert 0 < plan.producer_rows[k] <= max_tokens
+        length = len(sequences[window.trajectory])
+        assert len(consumers) > 1 or length > max_tokens, "one consumer: a piece of what is above the budget"
+        if window.parent is not None:
+            outer = plan.windows[window.parent]
+            assert window.parent < k and outer.replica == window.replica and set(consumers) <= set(outer.consumers)
+            prefix = sequences[outer.trajectory][: outer.prefix_tokens]
+            assert sequences[window.trajectory][: outer.prefix_tokens] == prefix
     assert plan.compact_tokens == total == sum(map(sum, plan.slot_rows))
 
 
@@ -125,10 +139,11 @@ def test_cost_model_and_memory_bound_hold(seed):
     plan = plan_step(sequences, max_tokens, 2, True, cost=cost, window_memory=memory)
     check_plan(plan, sequences, max_tokens, 2)
     assert plan.cost == "1.5 rows + 0.1 visible pairs + 0.75 replayed rows"
-    assert all(memory.window_bytes(w.prefix_tokens) <= 100 for w in plan.windows)
+    assert all(memory.window_bytes(w.prefix_tokens) <= 100 for w in plan.windows if len(w.consumers) > 1)
     assert memory.max_prefix_tokens == 3
     nothing = WindowMemory(max_bytes=30, row_bytes=20, boundary_bytes=31)
-    assert not plan_step(sequences, max_tokens, 2, True, window_memory=nothing).windows
+    divided = plan_step(sequences, max_tokens, 2, True, window_memory=nothing).windows
+    assert all(len(sequences[w.trajectory]) > max_tokens for w in divided), "what is too long runs all the same"
 
 
 def test_windows_share_what_microbatches_repeat():
@@ -202,8 +217,13 @@ class TestHardCases:
     def test_one_long_episode_sampled_step_by_step(self, windows):
         tokens = np.arange(90_000)
         sequences = [tokens[: 300 * (k + 1)] for k in range(300)]
-        with pytest.warns(UserWarning, match="trajectory 299 has 90000 tokens.*, with 299 trajectories"):
-            plan = plan_step(sequences, max_tokens=32768, num_replicas=4, windows=windows)
+        if windows:
+            plan = plan_step(sequences, max_tokens=32768, num_replicas=4, windows=True)
+            assert [w.prefix_tokens for w in plan.windows] == [32768, 65536], "chunk boundaries: nothing is replayed"
+            assert plan.producer_rows == (32768, 32768) and plan.microbatches[0].rows == 90_000 - 65536
+        else:
+            with pytest.warns(UserWarning, match="trajectory 299 has 90000 tokens.*, with 299 trajectories"):
+                plan = plan_step(sequences, max_tokens=32768, num_replicas=4)
         assert plan.compact_tokens == 90_000
         assert plan_step(sequences, max_tokens=98304, windows=windows).compact_tokens == 90_000
 

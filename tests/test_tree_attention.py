@@ -247,3 +247,29 @@ def test_cuda_runs_a_fused_kernel_with_the_precision_of_the_cpu():
         actual = tree_results(batch, [x.cuda() for x in inputs], [w.cuda() for w in weights], layout=layout)
     for a, b, e in zip(actual, baseline, expected, strict=True):
         assert relative_error(a.cpu(), e) <= 2 * relative_error(b, e) + torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("prefix_rows", [1, 100, 129, 200])
+@pytest.mark.parametrize("implementation", ["sdpa", "varlen", "flex"])
+def test_given_keys_stand_before_the_queries(implementation, prefix_rows):
+    """Attention of the rows behind a prefix is that of the whole tree, and so are the gradients of all keys."""
+    rng = np.random.default_rng(prefix_rows)
+    trunk = rng.integers(2, 50, 230)
+    batch, inputs, _ = setting([trunk, *(np.append(trunk[:p], 60 + rng.integers(0, 9, 80)) for p in (200, 215))], 0)
+    layout = AttentionLayout(torch.from_numpy(batch.tree.subtree_end), batch.position_ids, prefix_rows)
+    dtype = torch.float32 if implementation == "flex" else torch.float64
+    inputs = [x.to(dtype) for x in inputs]
+    results = []
+    for first, options in ((0, {}), (prefix_rows, {"implementation": implementation})):
+        q, k, v = (x.clone().requires_grad_(implementation != "flex") for x in inputs)
+        whole = AttentionLayout(layout.subtree_end, layout.position_ids)
+        for window in (None, 50):
+            output = tree_attention(
+                q[:, :, first:], k, v, layout if first else whole, scale=SCALE, window=window, **options
+            )
+            results.append([output[:, prefix_rows - first :]])
+            if implementation != "flex":
+                results[-1] += torch.autograd.grad(results[-1][0].square().sum(), (q, k, v))
+    for expected, actual in zip(results[:2], results[2:], strict=True):
+        for e, a in zip(expected, actual, strict=True):
+            assert relative_error(a, e) < (1e-6 if implementation == "flex" else FP64_TOLERANCE)

@@ -274,8 +274,8 @@ def test_negative_controls(broken, monkeypatch):
         rows = torch.arange(self.num_rows)[:, None] + torch.arange(1 - width, 1)[None]
         return ConvLayout(rows.clamp(min=-1))
 
-    def chunk_layout(self, chunk_size=64):  # branches start from nothing
-        layout = original_chunks(self, chunk_size)
+    def chunk_layout(self, chunk_size=64, boundary_rows=()):  # branches start from nothing
+        layout = original_chunks(self, chunk_size, boundary_rows)
         object.__setattr__(layout, "parent", torch.full_like(layout.parent, -1))
         return layout
 

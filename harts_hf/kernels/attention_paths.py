@@ -16,7 +16,7 @@ class AttentionPaths:
     """N runs, in the order of their rows.
 
     Attributes:
-        cu_seqlens_q (`[N + 1]`, int32): first row of each run, and C.
+        cu_seqlens_q (`[N + 1]`, int32): first row of each run, and p + C.
         cu_seqlens_k (`[N + 1]`, int32): first key of each run among the gathered ones, and their number.
         key_rows (`[cu_seqlens_k[-1]]`, int64): row of each gathered key: the sum of the runs' path lengths.
         longest_q (`int`): rows of the longest run.
@@ -31,13 +31,16 @@ class AttentionPaths:
 
 
 def attention_paths(layout: AttentionLayout) -> AttentionPaths:
-    """The layout's runs, made once. Linear in the gathered keys; waits for the layout's device."""
+    """The layout's runs, made once; rows that are given are queries too.
+
+    Linear in the gathered keys; waits for the layout's device.
+    """
     return layout.table("paths", lambda: _make_paths(layout))
 
 
 def _make_paths(layout: AttentionLayout) -> AttentionPaths:
     end, positions = layout.subtree_end.cpu(), layout.position_ids.cpu()
-    num_rows = layout.num_rows
+    num_rows = layout.num_keys
     starts_run = torch.ones(num_rows, dtype=torch.bool)
     starts_run[1:] = end[:-1] <= torch.arange(1, num_rows)  # the row before has no child
     begins = starts_run.nonzero()[:, 0].tolist()

@@ -32,6 +32,7 @@ def classify_tiles(
     q_tile: int,
     k_tile: int,
     window: int | None = None,
+    first_query: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Whether some, and whether all, pairs of each tile are visible: k <= q < subtree_end[k].
 
@@ -39,6 +40,8 @@ def classify_tiles(
         subtree_end, position_ids: `[C]`, int64, of an [`AttentionLayout`].
         q_tile, k_tile: rows of a tile; the last tiles may reach past C.
         window: if given, only keys with `position[q] - position[k] < window` are visible.
+        first_query: nothing is asked of the rows before it. Tiles whose queries all lie there count as hidden, but for
+            those that hold keys of the same rows: kernels want a tile for each query.
 
     Returns:
         `[X, Y]` twice, bool, for X tiles of queries and Y tiles of keys.
@@ -63,7 +66,8 @@ def classify_tiles(
         first_k, last_k = (_by_tile(position_ids, k_tile, x) for x in (far, -1))
         some &= first_q.amin(1)[:, None] - last_k.amax(1) < window
         every &= last_q.amax(1)[:, None] - first_k.amin(1) < window
-    return some, every
+    is_wanted = (q_end > first_query) | (k_begin < q_end) & (k_end > q_begin)
+    return some & is_wanted, every & is_wanted
 
 
 def list_tiles(some: torch.Tensor, every: torch.Tensor) -> TileLists:

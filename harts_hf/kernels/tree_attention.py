@@ -8,7 +8,7 @@ k <= q < subtree_end[k]. Implementations:
 | "flash4" | Hopper, bf16 and fp16 | tile lists | flash-attn-4 with tile lists; the extra `harts_hf[flash4]` |
 | "flex" | CUDA | tile lists | FlexAttention with a block mask, compiled; on the CPU dense and forward alone |
 | "varlen" | CUDA, CPU | keys and values of all paths | packed flash attention; HARTS's own scheme |
-| "sdpa" | CUDA, CPU | C * C mask elements | dense mask |
+| "sdpa" | CUDA, CPU | C * C mask elements, with a prefix C * (p + C) | dense mask |
 
 The default on the CPU is "sdpa". On CUDA it is "sdpa" up to 1024 rows, where a dense mask is small and nothing has to
 be compiled; above, "flash4" where it is installed and takes the inputs, else "flex". Heads narrower than FlexAttention
@@ -49,8 +49,9 @@ def tree_attention(
 
     Args:
         q: `[1, H, C, K]`.
-        k: `[1, Hkv, C, K]`; Hkv divides H, each of its heads serves H / Hkv consecutive query heads.
-        v: `[1, Hkv, C, V]`; V may differ from K, as in MLA.
+        k: `[1, Hkv, p + C, K]`; Hkv divides H, each of its heads serves H / Hkv consecutive query heads. The first p
+            rows are given: the layout's `prefix_rows`.
+        v: `[1, Hkv, p + C, V]`; V may differ from K, as in MLA.
         layout: on the same device.
         scale: of the scores.
         window: sliding window in positions, at least 1; None for none.
@@ -69,17 +70,20 @@ def tree_attention(
         raise ValueError(f"unknown implementation {implementation!r}, expected one of {get_args(Implementation)}")
     _check_inputs(q, k, v, layout, window)
     if implementation is None:
-        implementation = _choose(q, v)
+        implementation = _choose(q, k, v)
     elif implementation == "flash4" and (refusal := flash4_refusal(q, v)) is not None:
         raise ValueError(refusal)
     attend = {"flash4": attend_flash4, "flex": attend_flex, "varlen": attend_varlen, "sdpa": _attend_sdpa}
-    return attend[implementation](q, k, v, layout, scale=scale, window=window)
+    prefix_rows = 0 if implementation == "sdpa" else layout.prefix_rows
+    if prefix_rows:  # kernels of square matrices; tile lists leave these queries their own tiles alone
+        q = F.pad(q, (0, 0, prefix_rows, 0))
+    return attend[implementation](q, k, v, layout, scale=scale, window=window)[:, prefix_rows:]
 
 
-def _choose(q: torch.Tensor, v: torch.Tensor) -> Implementation:
+def _choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Implementation:
     if not q.is_cuda:
         return _log_once("sdpa", "on the CPU")
-    if q.shape[2] <= _FEW_ROWS:
+    if q.shape[2] * k.shape[2] <= _FEW_ROWS**2:
         return _log_once("sdpa", f"up to {_FEW_ROWS} rows on CUDA")
     refusal = flash4_refusal(q, v)
     if refusal is None and not flash4_is_installed():
@@ -124,10 +128,12 @@ def _check_inputs(
     shapes = [tuple(x.shape) for x in (q, k, v)]
     if any(len(shape) != 4 or shape[0] != 1 for shape in shapes):
         raise ValueError(f"q, k, v must be [1, heads, C, dim], got {shapes}: a tree is one batch entry")
-    if k.shape[:3] != v.shape[:3] or q.shape[2:] != k.shape[2:] or q.shape[1] % k.shape[1]:
+    if k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
         raise ValueError(f"q [1, H, C, K], k [1, Hkv, C, K] and v [1, Hkv, C, V] with Hkv dividing H, got {shapes}")
-    if q.shape[2] != layout.num_rows:
-        raise ValueError(f"q has {q.shape[2]} rows, but the layout has {layout.num_rows}")
+    if q.shape[2] != layout.num_rows or k.shape[2] != layout.num_keys:
+        raise ValueError(
+            f"q has {q.shape[2]} rows and k {k.shape[2]}, but the layout has {layout.num_rows} and {layout.num_keys}"
+        )
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 position, got {window}")
     devices = {x.device for x in (q, k, v, layout.subtree_end)}

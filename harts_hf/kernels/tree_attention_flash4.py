@@ -129,9 +129,9 @@ def _tile_sizes(key_dim: int, value_dim: int) -> _Tiles:
 
 
 def _make_tables(layout: AttentionLayout, tiles: _Tiles, window: int | None) -> _Tables:
-    end, positions = layout.padded(max(layout.num_rows, _FEWEST_ROWS))
-    forward = list_tiles(*classify_tiles(end, positions, *tiles.forward, window))
-    some, every = classify_tiles(end, positions, *tiles.backward, window)
+    end, positions = layout.padded(max(layout.num_keys, _FEWEST_ROWS))
+    forward = list_tiles(*classify_tiles(end, positions, *tiles.forward, window, layout.prefix_rows))
+    some, every = classify_tiles(end, positions, *tiles.backward, window, layout.prefix_rows)
     backward = list_tiles(some.t(), every.t())
 
     end, positions = layout.padded(len(end) + 256)  # longer than any index of a tile that reaches past the last row

@@ -58,7 +58,7 @@ def attend_flex(
 
 
 def _make_block_mask(layout: AttentionLayout, window: int | None) -> BlockMask:
-    length = max(-(-layout.num_rows // _BLOCK) * _BLOCK, _FEWEST_ROWS)
+    length = max(-(-layout.num_keys // _BLOCK) * _BLOCK, _FEWEST_ROWS)
     end, positions = layout.padded(length)
     reach = torch.tensor(window or 0, dtype=torch.int32, device=end.device)  # a number would be compiled in
 
@@ -68,7 +68,7 @@ def _make_block_mask(layout: AttentionLayout, window: int | None) -> BlockMask:
     def visible_in_window(batch, head, q_row, k_row):
         return visible(batch, head, q_row, k_row) & (positions[q_row] - positions[k_row] < reach)
 
-    lists = list_tiles(*classify_tiles(end, positions, _BLOCK, _BLOCK, window))
+    lists = list_tiles(*classify_tiles(end, positions, _BLOCK, _BLOCK, window, layout.prefix_rows))
     counts_and_lists = (x[None, None] for x in lists)  # one for all batch entries and heads
     return BlockMask.from_kv_blocks(
         *counts_and_lists,

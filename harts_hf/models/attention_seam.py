@@ -46,6 +46,7 @@ class _AttentionSeam:
         attention_mask: torch.Tensor | None,
         *args,
         harts_batch: CompactBatch | None = None,
+        harts_layer: int = -1,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
         if harts_batch is None:
@@ -56,6 +57,12 @@ class _AttentionSeam:
             )
         if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
             raise UnsupportedModelError("tree attention supports neither a soft cap nor attention sinks")
+        if harts_batch.produces is not None:
+            harts_batch.produces.put(harts_layer, "key", key)
+            harts_batch.produces.put(harts_layer, "value", value)
+        if harts_batch.starts_from is not None:
+            key = harts_batch.starts_from.before(key, harts_layer, "key", dim=2)
+            value = harts_batch.starts_from.before(value, harts_layer, "value", dim=2)
         output = tree_attention(
             query,
             key,

@@ -20,6 +20,7 @@ from harts_hf.batch import CompactBatch, compact_batch_from_features
 from harts_hf.kernels.log_probs import linear_log_probs
 
 from .attention_seam import install_attention_seam
+from .boundary_seam import hand_over, number_layers, refuse_reentrant_checkpointing
 from .families import Family, UnsupportedModelError, family_of
 from .linear_attention_seam import install_linear_attention_seam
 from .routing import record_expert_loads
@@ -30,6 +31,9 @@ _ATTRIBUTE = "_harts_tree_forward"  # on the instance, so that copies and pickle
 @dataclass
 class TreeOutput(ModelOutput):
     """What a tree forward returns for a compact batch with `P` scored tokens.
+
+    For a batch that starts from a boundary, log-probs, entropies and router logits of the prefix stand before its own:
+    `P` and `C` count the known scores and rows.
 
     Attributes:
         loss (`[]`, fp32, *optional*): mean negative log-prob of the trained tokens of all trajectories; only for the
@@ -201,11 +205,13 @@ class _TreeForward:
             refuse_dropout(self.model)
         self.install_seams()
         backbone = attribute(self.model, self.family.backbone)
+        if batch.starts_from is not None or batch.produces is not None:
+            refuse_reentrant_checkpointing(backbone)
         # Tree attention reads the batch; the masks only keep the backbone from building its own.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.device)
         masks = {name: None if name == "linear_attention" else mask for name in self.family.layer_types}
         extra = {"output_router_logits": True} if with_router_logits else {}
-        with record_expert_loads(backbone, self.family, batch.counts) as loads:
+        with number_layers(backbone), record_expert_loads(backbone, self.family, batch.counts) as loads:
             output = backbone(
                 input_ids=batch.token_ids[None],
                 position_ids=batch.position_ids[None],
@@ -215,15 +221,21 @@ class _TreeForward:
                 harts_safe_gate=self.family.has_safe_gate(self.model.config.get_text_config()),
                 **extra,
             )
-        hidden = output.last_hidden_state[0, batch.score_parents]
+        hidden = output.last_hidden_state[0]
+        if batch.produces is not None:
+            batch.produces.put(-1, "hidden", hidden[-1:])
+        if batch.starts_from is not None:  # the prefix's last row predicts what continues it
+            hidden = torch.cat([batch.starts_from.nearest(-1, "hidden"), hidden])
+        hidden = hidden[batch.score_parents]
         no_autocast = torch.autocast(hidden.device.type, enabled=False) if head_in_fp32 else contextlib.nullcontext()
         with no_autocast:
             hidden = hidden.float() if head_in_fp32 else hidden
             log_probs, entropies = self._head(hidden, batch, temperature, with_entropies)
+        router_logits = output.router_logits if with_router_logits else ()
         return TreeOutput(
-            log_probs=log_probs,
-            entropies=entropies,
-            router_logits=output.router_logits if with_router_logits else None,
+            log_probs=hand_over(batch, -1, "log_probs", log_probs),
+            entropies=None if entropies is None else hand_over(batch, -1, "entropies", entropies),
+            router_logits=tuple(hand_over(batch, k, "router_logits", x) for k, x in enumerate(router_logits)) or None,
             expert_loads=torch.stack(loads) if loads else None,
         )
 

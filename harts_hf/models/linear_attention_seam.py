@@ -56,11 +56,19 @@ def _conv_seam(
     activation: str | None = None,
     *,
     harts_batch: CompactBatch,
+    harts_layer: int = -1,
     **kwargs,  # the model's own keyword arguments: masks and positions that a conv over rows has no use for
 ) -> torch.Tensor:
-    layout = harts_batch.conv_layout(weight.shape[-1])
-    rows = tree_causal_conv(hidden_states[0].transpose(0, 1), weight, bias, layout, activation=activation)
-    return rows.transpose(0, 1)[None]
+    width = weight.shape[-1]
+    inputs = hidden_states[0].transpose(0, 1)
+    num_rows = len(inputs)
+    if harts_batch.produces is not None:
+        harts_batch.produces.put(harts_layer, "conv_input", inputs[max(0, num_rows - (width - 1)) :])
+    if harts_batch.starts_from is not None:
+        given = min(width - 1, harts_batch.num_prefix_rows)
+        inputs = harts_batch.starts_from.before(inputs, harts_layer, "conv_input", rows=given)
+    outputs = tree_causal_conv(inputs, weight, bias, harts_batch.conv_layout(width), activation=activation)
+    return outputs[len(inputs) - num_rows :].transpose(0, 1)[None]
 
 
 def _chunk_seam(
@@ -73,6 +81,7 @@ def _chunk_seam(
     kind: str,
     harts_batch: CompactBatch,
     harts_safe_gate: bool,
+    harts_layer: int = -1,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
@@ -80,15 +89,34 @@ def _chunk_seam(
 ) -> tuple[torch.Tensor, None]:
     if initial_state is not None or output_final_state:
         raise ValueError("a tree forward has no cache: call the model with use_cache=False")
+    queries, inputs = query[0], {"key": key[0], "value": value[0], "g": g[0], "beta": beta[0]}
+    source, sink = harts_batch.starts_from, harts_batch.produces
+    boundary_rows = []
+    if sink is not None:
+        last_boundary = sink.tokens - sink.tokens % CHUNK_SIZE
+        for name, rows in inputs.items():  # those that a consumer replays
+            sink.put(harts_layer, name, rows[max(0, last_boundary - sink.start) :])
+        if last_boundary > sink.start:
+            boundary_rows.append(last_boundary - 1 - sink.start + harts_batch.replayed_prefix_rows(CHUNK_SIZE))
+    replayed = harts_batch.replayed_prefix_rows(CHUNK_SIZE)
+    if source is not None and replayed:
+        inputs = {name: source.before(rows, harts_layer, name, rows=replayed) for name, rows in inputs.items()}
+        queries = torch.cat([queries.new_zeros(replayed, *queries.shape[1:]), queries])  # a replayed row asks nothing
+    layout = harts_batch.chunk_layout(CHUNK_SIZE, boundary_rows)
+    state = None if source is None else source.nearest(harts_layer, "state")  # [1, H, K, V]; None inside of chunk 0
+    if state is not None:
+        continued = harts_batch.continued_roots(CHUNK_SIZE)
+        zeros = state.new_zeros(layout.num_roots - continued, *state.shape[1:])
+        state = torch.cat([state.expand(continued, -1, -1, -1), zeros])
     options = {"safe_gate": harts_safe_gate} if kind == "kda" else {}
-    output, _ = _TREE_FUNCTIONS[kind](
-        query[0],
-        key[0],
-        value[0],
-        g[0],
-        beta[0],
-        harts_batch.chunk_layout(CHUNK_SIZE),
+    output, states = _TREE_FUNCTIONS[kind](
+        queries,
+        *inputs.values(),
+        layout,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
+        initial_states=state,
         **options,
     )
-    return output[None], None
+    if boundary_rows:
+        sink.put(harts_layer, "state", states)
+    return output[None, replayed:], None

@@ -14,6 +14,7 @@ from .cost import CostModel
 from .draft import Draft
 from .level_one import plan_without_windows
 from .level_two import plan_with_windows
+from .long_prefixes import divide_long_paths
 from .plan import OBJECTIVES, Microbatch, StepPlan, Window
 from .units import Units
 from .window_memory import WindowMemory
@@ -42,7 +43,8 @@ def plan_step(
     Args:
         sequences: list of 1-D integer arrays or lists, in any order, or the `PrefixTree` built from them.
         max_tokens: most rows that a replica runs in a slot, a producer's rows included. A trajectory longer than this
-            runs alone, with a warning; its own prefixes, which add no row, run with it.
+            has a slot of its replica to itself; its own prefixes, which add no row, run with it. With windows it runs
+            in pieces of at most `max_tokens` rows, else in one, with a warning.
         num_replicas: data-parallel replicas; a slot has one microbatch for each. `None` stands in the slots only if
             there are fewer trajectories than replicas times slots, or if total work comes first and one more
             microbatch would add to it.
@@ -50,7 +52,8 @@ def plan_step(
             producers.
         objective: one of `OBJECTIVES`.
         cost: what work is counted in; rows if `None`.
-        window_memory: what a window keeps alive and how much it may; unbounded if `None`.
+        window_memory: what a window keeps alive and how much it may; unbounded if `None`. The pieces of a trajectory
+            above `max_tokens` are alive together whatever they keep.
 
     Returns:
         A plan in which every trajectory is in exactly one microbatch.
@@ -67,14 +70,16 @@ def plan_step(
         raise ValueError(f"objective must be one of {OBJECTIVES}, got {objective!r}")
     tree = sequences if isinstance(sequences, PrefixTree) else PrefixTree.from_sequences(sequences)
     units = Units.from_tree(tree, CostModel() if cost is None else cost)
-    _warn_of_long_trajectories(tree, units, max_tokens)
+    if not windows:
+        _warn_of_long_trajectories(tree, units, max_tokens)
     units = units.coarsened(max(MAX_UNITS, 16 * num_replicas), max_tokens)
     order = _comparison(objective)
     draft = plan_without_windows(units, max_tokens, num_replicas, order)
     if windows:
         max_prefix = units.total_rows if window_memory is None else window_memory.max_prefix_tokens
         draft = plan_with_windows(draft, max_prefix, order)
-    return _step_plan(draft, tree, objective)
+    plan = _step_plan(draft, tree, objective)
+    return divide_long_paths(plan, tree.lengths.tolist(), max_tokens, units.cost.chunk_size) if windows else plan
 
 
 def _comparison(objective: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harts_hf.tree import PrefixTree
+from harts_hf.tree import RowForest
 
 from .boundaries import locate_boundaries
 from .rounds import RoundPlan
@@ -84,7 +84,7 @@ def plan_packed_calls(rounds: RoundPlan, boundary_rows: Sequence[int] = ()) -> P
     return _group(rounds.rows, piece_begin, source, np.flatnonzero(rounds.is_replayed), boundary_pieces)
 
 
-def plan_node_calls(tree: PrefixTree) -> PackedCallPlan:
+def plan_node_calls(tree: RowForest) -> PackedCallPlan:
     """One piece per segment, one call per level of segments: a child starts from its parent's final state.
 
     The scheme of Tree Training: no replay, and chunks that begin anew at every segment.

@@ -26,19 +26,24 @@ class Microbatch:
 class Window:
     """A sharing window: a prefix that one producer computes for consecutive microbatches of one replica.
 
-    The producer runs before the first consumer, in the same slot, and its rows are charged there.
+    The producer runs before the first consumer, in the same slot, and its rows are charged there. A window inside
+    another one has a producer that starts from the outer window's boundary and computes the rest of its prefix.
 
     Attributes:
         trajectory (`int`): a trajectory that starts with the shared prefix.
-        prefix_tokens (`int`): length of the prefix, the producer's rows.
+        prefix_tokens (`int`): length of the prefix, in tokens from the trajectory's start.
         replica (`int`): where producer and consumers run.
-        consumers (`tuple[int, ...]`): consecutive slots of the consumers, which are `slots[slot][replica]`.
+        consumers (`tuple[int, ...]`): consecutive slots of the consumers, which are `slots[slot][replica]`: their
+            `window` is this one, or one inside of it.
+        parent (`int | None`): index of the window that this one lies in; its prefix is shorter, its consumers are
+            these and maybe others.
     """
 
     trajectory: int
     prefix_tokens: int
     replica: int
     consumers: tuple[int, ...]
+    parent: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,21 @@ class StepPlan:
     @property
     def compact_tokens(self) -> int:
         """Compact work of the step, in rows: what all replicas compute together, producers included."""
-        return sum(m.rows for m in self.microbatches) + sum(w.prefix_tokens for w in self.windows)
+        return sum(m.rows for m in self.microbatches) + sum(self.producer_rows)
+
+    @property
+    def producer_rows(self) -> tuple[int, ...]:
+        """Rows that each window's producer computes: the prefix, without that of the window around it."""
+        prefixes = [w.prefix_tokens for w in self.windows]
+        return tuple(w.prefix_tokens - (0 if w.parent is None else prefixes[w.parent]) for w in self.windows)
+
+    def windows_above(self, window: int | None) -> tuple[int, ...]:
+        """The window and those around it, outermost first; empty for `None`."""
+        path: list[int] = []
+        while window is not None:
+            path.append(window)
+            window = self.windows[window].parent
+        return tuple(path[::-1])
 
     @property
     def compression(self) -> float:
@@ -79,8 +98,8 @@ class StepPlan:
     def slot_rows(self) -> tuple[tuple[int, ...], ...]:
         """`[slot][replica]`: rows that a replica runs in a slot, a producer charged to its first consumer's slot."""
         rows = [[0 if m is None else m.rows for m in slot] for slot in self.slots]
-        for window in self.windows:
-            rows[window.consumers[0]][window.replica] += window.prefix_tokens
+        for window, produced in zip(self.windows, self.producer_rows, strict=True):
+            rows[window.consumers[0]][window.replica] += produced
         return tuple(map(tuple, rows))
 
     @property

@@ -34,7 +34,7 @@ def describe_plan(plan: StepPlan, step_minimum_rows: int, plan_seconds: float) -
         "replicas": len(plan.slots[0]),
         "microbatches": len(plan.microbatches),
         "windows": len(plan.windows),
-        "producer_rows": sum(w.prefix_tokens for w in plan.windows),
+        "producer_rows": sum(plan.producer_rows),
         "plan_seconds": plan_seconds,
     }
 

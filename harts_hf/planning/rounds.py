@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from harts_hf.tree import PrefixTree
+from harts_hf.tree import RowForest
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +115,7 @@ class RoundPlan:
         )
 
 
-def plan_rounds(tree: PrefixTree, chunk_size: int = 64) -> RoundPlan:
+def plan_rounds(tree: RowForest, chunk_size: int = 64) -> RoundPlan:
     """Cut a tree into sequences that start at chunk boundaries, in as few rounds as possible.
 
     A fork is a row with two or more children; the roots are the children of a virtual fork at position 0. A fork's
@@ -124,7 +124,7 @@ def plan_rounds(tree: PrefixTree, chunk_size: int = 64) -> RoundPlan:
     sequence itself started at b, since that state is known, else one round later.
 
     Args:
-        tree: the prefix tree.
+        tree: the prefix tree, or any forest whose roots are at position 0.
         chunk_size: B, in tokens, at least 1.
 
     Returns:

@@ -10,18 +10,32 @@ class TreeGRPOConfig(GRPOConfig):
     r"""
     Configuration class for the [`TreeGRPOTrainer`].
 
-    Takes all options of [`~trl.GRPOConfig`], with the same defaults, and this one:
+    Takes all options of [`~trl.GRPOConfig`], with the same defaults, and these:
 
     Parameters:
         max_tokens_per_microbatch (`int`, *optional*, defaults to `32768`):
             Most rows (distinct prefixes) that run in one forward and backward. This, not
             `per_device_train_batch_size`, bounds memory: the whole optimizer step is planned together, across
             gradient-accumulation steps, and split into as few microbatches as fit. The result does not depend on it
-            beyond rounding. The default holds a 32k-token episode. A trajectory that is longer runs alone, with a
-            warning.
+            beyond rounding. The default holds a 32k-token episode. A longer one runs in pieces of so many rows with
+            `sharing_windows`; without, it runs alone in one microbatch, with a warning.
+        sharing_windows (`bool`, *optional*, defaults to `True`):
+            Compute a prefix that several microbatches share once: its producer runs first, the microbatches start from
+            what it hands over, and its backward runs after theirs. The result does not depend on it beyond rounding;
+            rows are saved, and memory is used while a window is open: keys and values of the prefix and, with
+            gradient checkpointing, its layers' inputs. Needs `use_reentrant=False`, TRL's default, if
+            `gradient_checkpointing` is on.
+        max_window_gib (`float`, *optional*):
+            Most memory that a window may keep alive, in GiB, estimated from the model's config; not bounded by
+            default. Prefixes that would take more are computed in each microbatch. The pieces of a trajectory above
+            `max_tokens_per_microbatch` are not bounded.
+        offload_producers (`bool`, *optional*, defaults to `False`):
+            Keep what the backward of a window's producer needs, apart from what it hands over, in host memory while
+            its microbatches run. With `gradient_checkpointing` these are the layers' inputs. Off by default: copies
+            cost time, and the inputs are small.
 
     Raises:
-        ValueError: `max_tokens_per_microbatch` is below 1.
+        ValueError: `max_tokens_per_microbatch` is below 1, or `max_window_gib` negative.
     """
 
     max_tokens_per_microbatch: int = field(
@@ -31,8 +45,22 @@ class TreeGRPOConfig(GRPOConfig):
             "`per_device_train_batch_size`; the result does not depend on it beyond rounding."
         },
     )
+    sharing_windows: bool = field(
+        default=True,
+        metadata={"help": "Compute a prefix that several microbatches share once. Needs `use_reentrant=False`."},
+    )
+    max_window_gib: float | None = field(
+        default=None,
+        metadata={"help": "Most memory that a sharing window may keep alive, in GiB; not bounded by default."},
+    )
+    offload_producers: bool = field(
+        default=False,
+        metadata={"help": "Keep what the backward of a sharing window's producer needs in host memory meanwhile."},
+    )
 
     def __post_init__(self):
         super().__post_init__()
         if self.max_tokens_per_microbatch < 1:
             raise ValueError(f"max_tokens_per_microbatch must be at least 1 row, got {self.max_tokens_per_microbatch}")
+        if self.max_window_gib is not None and self.max_window_gib < 0:
+            raise ValueError(f"max_window_gib must not be negative, got {self.max_window_gib}")

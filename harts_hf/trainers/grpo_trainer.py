@@ -21,6 +21,7 @@ from harts_hf.models.enable import causal_lm_of, enable_tree_forward, refuse_dro
 from harts_hf.models.routing import RouterSums, load_balancing_loss, router_sums
 from harts_hf.planning.microbatches import plan_step
 from harts_hf.planning.plan import StepPlan
+from harts_hf.planning.window_memory import WindowMemory
 from harts_hf.tree import PrefixTree
 
 from .grpo_config import TreeGRPOConfig
@@ -89,10 +90,9 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
-        self.max_tokens_per_microbatch = getattr(
-            self.args, "max_tokens_per_microbatch", TreeGRPOConfig.max_tokens_per_microbatch
-        )
-        refuse_options(self)
+        # A plain GRPOConfig has none of these options: the class holds their defaults.
+        self._tree_options = self.args if isinstance(self.args, TreeGRPOConfig) else TreeGRPOConfig
+        refuse_options(self, self._tree_options.sharing_windows)
         enable_tree_forward(self.model)
         refuse_dropout(causal_lm_of(self.model))
         if self.ref_model is not None:
@@ -230,6 +230,7 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
             backward=self.accelerator.backward,
             defer_sync=partial(self.accelerator.no_sync, model),
             after=statistics.add,
+            needs_synced_forward=self.accelerator.num_processes > 1,
         )
         total = self._report(model, step)
         statistics.log(self._metrics["train"])
@@ -306,7 +307,18 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
     def _plan(self, placed: Sequence[PlacedTrajectory]) -> StepPlan:
         tree = PrefixTree.from_sequences([t.token_ids for t in placed])
         check_token_ids(tree, self._text_config)
-        return plan_step(tree, self.max_tokens_per_microbatch)
+        options = self._tree_options
+        memory = None
+        if options.max_window_gib is not None:
+            memory = WindowMemory.from_config(
+                self._text_config,
+                int(options.max_window_gib * 2**30),
+                dtype_bytes=2 if self.args.bf16 or self.args.fp16 else causal_lm_of(self.model).dtype.itemsize,
+                checkpoints=self.args.gradient_checkpointing,
+            )
+        return plan_step(
+            tree, options.max_tokens_per_microbatch, windows=options.sharing_windows, window_memory=memory
+        )
 
     def _micro_steps_done(self) -> int:
         """Micro-steps before `state.global_step`; the last optimizer step of an epoch may have fewer than others."""
@@ -336,6 +348,7 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
             with_router_logits=with_router_logits,
             head_in_fp32=self.args.cast_lm_head_to_fp32,
             autocast=self.accelerator.autocast,
+            offload_producers=self._tree_options.offload_producers,
         )
 
     def _router_sums(

@@ -40,14 +40,25 @@ def refuse_generation_options(args) -> None:
         raise ValueError("finished trajectories have one reward: combine several before, and leave reward_weights out")
 
 
-def refuse_options(trainer: GRPOTrainer) -> None:
+def refuse_options(trainer: GRPOTrainer, sharing_windows: bool) -> None:
     """Raise for options that a planned step cannot honour.
+
+    Args:
+        trainer: a trainer whose accelerator and model are set up.
+        sharing_windows (`bool`): the option of that name.
 
     Raises:
         NotImplementedError: DeepSpeed, FSDP, a model that is sharded at load time, or images.
-        ValueError: `torch_compile`, embedding noise, or an optimizer that updates in the backward pass.
+        ValueError: `torch_compile`, embedding noise, an optimizer that updates in the backward pass, or sharing
+            windows with reentrant gradient checkpointing.
     """
     args = trainer.args
+    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
+    if sharing_windows and args.gradient_checkpointing and reentrant:
+        raise ValueError(
+            "sharing windows need gradient checkpointing with use_reentrant=False: in reentrant mode gradients would "
+            "be lost between microbatches. Leave use_reentrant out, or set sharing_windows=False."
+        )
     kind = trainer.accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:
         raise NotImplementedError(

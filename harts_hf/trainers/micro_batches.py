@@ -121,8 +121,8 @@ def placements(batch: CompactBatch, placed: Sequence[PlacedTrajectory]) -> dict[
 
 
 def group_weights(batch: CompactBatch, placed: Sequence[PlacedTrajectory], num_micro_batches: int) -> torch.Tensor:
-    """How many trajectories of each stock micro-batch pass through each row: `[M, C]`, fp32."""
-    weights = np.zeros((num_micro_batches, batch.num_rows), dtype=np.float32)
+    """How many of the batch's trajectories pass through each known row, per stock micro-batch: `[M, p + C]`, fp32."""
+    weights = np.zeros((num_micro_batches, batch.num_known_rows), dtype=np.float32)
     for rows, trajectory in zip(batch.rows, placed, strict=True):
         weights[trajectory.micro_batch, rows] += 1
     return torch.from_numpy(weights).to(batch.device)

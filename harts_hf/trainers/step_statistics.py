@@ -22,9 +22,9 @@ class TreeStatistics:
         self._expert_loads: torch.Tensor | None = None
 
     def add(self, result: MicrobatchResult) -> None:
-        """Count the replay, rounds and expert loads of a microbatch that has run."""
+        """Count the replay, rounds and expert loads of a microbatch, or of a window's producer, that has run."""
         for rounds in result.batch.planned_rounds():
-            self._replay_tokens += rounds.replay_tokens
+            self._replay_tokens += rounds.replay_tokens + result.batch.replayed_prefix_rows(rounds.chunk_size)
             self._rounds += rounds.num_rounds
         loads = result.output.expert_loads
         if loads is not None:
@@ -33,14 +33,16 @@ class TreeStatistics:
     def log(self, metrics: dict[str, list[float]]) -> None:
         """Append one value per statistic to `metrics` (metric name -> values), under `tree/`.
 
-        Rows, expanded and replay tokens, rounds and microbatches are sums over the step; `compression` is expanded
-        tokens per row, `balance` that of [`StepPlan`], `expert_load_max_over_mean` a mean over the MoE layers.
+        Rows, expanded and replay tokens, rounds, microbatches and sharing windows are sums over the step;
+        `compression` is expanded tokens per row, `balance` that of [`StepPlan`], `expert_load_max_over_mean` a mean
+        over the MoE layers.
         """
         plan = self._plan
         metrics["tree/compression"].append(plan.compression)
         metrics["tree/rows"].append(plan.compact_tokens)
         metrics["tree/expanded_tokens"].append(plan.num_tokens)
         metrics["tree/microbatches"].append(len(plan.microbatches))
+        metrics["tree/windows"].append(len(plan.windows))
         metrics["tree/replay_tokens"].append(self._replay_tokens)
         metrics["tree/rounds"].append(self._rounds)
         metrics["tree/balance"].append(plan.balance)

@@ -1,0 +1,60 @@
+"""The boundary seam: how layers know which boundary tensors are theirs, and what follows the last layer."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from harts_hf.batch import CompactBatch
+
+from .families import UnsupportedModelError
+
+
+@contextlib.contextmanager
+def number_layers(backbone: torch.nn.Module) -> Iterator[None]:
+    """Give each decoder layer its number, as the keyword argument `harts_layer`, during one forward.
+
+    The hooks stand outside of Transformers' checkpointing of a layer, so a recomputation in the backward pass replays
+    the number with the layer's other arguments.
+    """
+
+    def give_number(layer: int):
+        return lambda _module, args, kwargs: (args, {**kwargs, "harts_layer": layer})
+
+    handles = [
+        module.register_forward_pre_hook(give_number(i), with_kwargs=True) for i, module in enumerate(backbone.layers)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def hand_over(batch: CompactBatch, layer: int, name: str, own: torch.Tensor) -> torch.Tensor:
+    """Put what the batch computed for its own rows into the boundary it produces.
+
+    Returns:
+        The same, behind what the boundary that the batch starts from has for the prefix's rows.
+    """
+    if batch.produces is not None:
+        batch.produces.put(layer, name, own)
+    return own if batch.starts_from is None else batch.starts_from.before(own, layer, name)
+
+
+def refuse_reentrant_checkpointing(backbone: torch.nn.Module) -> None:
+    """Raise if activations are recomputed in reentrant mode.
+
+    It runs layers without a graph first, so tensors that leave a layer through a boundary would have no gradient.
+
+    Raises:
+        UnsupportedModelError: says what to set.
+    """
+    for module in backbone.modules():
+        if getattr(module, "gradient_checkpointing", False) and backbone.training:
+            if module._gradient_checkpointing_func.keywords.get("use_reentrant", True):
+                raise UnsupportedModelError(
+                    "sharing windows need gradient checkpointing with use_reentrant=False: in reentrant mode a "
+                    "boundary's gradients would be lost. Set gradient_checkpointing_kwargs={'use_reentrant': False}, "
+                    "or plan without windows."
+                )

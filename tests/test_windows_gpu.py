@@ -1,0 +1,77 @@
+"""A branch behind a hand-off has the bits that it has in one microbatch: its chunks lie where they lay."""
+
+import numpy as np
+import pytest
+import torch
+from window_plans import tokens, window_plan
+
+from harts_hf.batch import CompactBatch
+from harts_hf.boundary import Boundary
+from harts_hf.execution import Trajectory
+from harts_hf.models.linear_attention_seam import _chunk_seam
+from harts_hf.tree import PrefixTree
+from harts_hf.window_batches import WindowBatches
+
+HEADS, WIDTH = 2, 32
+
+
+def layer_inputs(rng, num_rows, device, dtype):
+    """q, k, v, g and beta of each row, [1, C, ..]."""
+    shape = (1, num_rows, HEADS, WIDTH)
+    q, k, v = (torch.from_numpy(rng.standard_normal(shape)).to(device, dtype) for _ in range(3))
+    g = torch.from_numpy(-0.05 * rng.random(shape)).to(device, torch.float32)
+    return q, k, v, g, torch.from_numpy(rng.random(shape[:3])).to(device, dtype)
+
+
+def outputs_by_trajectory(inputs, batch, known):
+    """The layer's outputs for a batch's own rows, by known row; `known` says which input row each own row is."""
+    options = {
+        "kind": "kda",
+        "harts_batch": batch,
+        "harts_layer": 0,
+        "use_qk_l2norm_in_kernel": True,
+        "harts_safe_gate": False,
+    }
+    return _chunk_seam(*(x[:, known] for x in inputs), **options)[0][0]
+
+
+def compare(handoff, device, dtype, equal):
+    """Two trajectories in one tree, and in two consumers of one window."""
+    rng = np.random.default_rng(handoff)
+    trunk = tokens(rng, handoff)
+    sequences = [np.concatenate([trunk, tokens(rng, n)]) for n in (90, 41)]
+    whole = CompactBatch(PrefixTree.from_sequences(sequences), device=device)
+    inputs = layer_inputs(rng, whole.num_rows, device, dtype)
+    expected = outputs_by_trajectory(inputs, whole, np.arange(whole.num_rows))
+
+    plan = window_plan(sequences, [([0], 0), ([1], 0)], [(0, handoff, None)])
+    trajectories = [Trajectory(s, np.arange(len(s)) > 0) for s in sequences]
+    batches = WindowBatches(plan, trajectories, torch.device(device))
+    boundary = Boundary(handoff)
+    produced = outputs_by_trajectory(inputs, batches.of_producer(0, None, boundary), whole.rows[0][:handoff])
+    boundary.close()
+    assert equal(produced, expected[whole.rows[0][:handoff]]), f"producer, hand-off {handoff}"
+    for i, microbatch in enumerate(plan.microbatches):
+        batch = batches.of_microbatch(microbatch, boundary)
+        own = whole.rows[i][handoff:]
+        assert equal(outputs_by_trajectory(inputs, batch, own), expected[own]), f"consumer {i}, hand-off {handoff}"
+
+
+def test_outputs_agree_on_the_cpu():
+    for handoff in (1, 3, 63, 64, 65, 127, 128, 200):
+        compare(handoff, "cpu", torch.float32, lambda a, b: torch.allclose(a, b, rtol=1e-5, atol=1e-6))
+
+
+def test_a_hand_off_without_its_state_differs():
+    """The comparison can fail."""
+    with pytest.raises(AssertionError, match="consumer 0"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Boundary, "nearest", lambda *args: None)
+        compare(130, "cpu", torch.float32, lambda a, b: torch.allclose(a, b, rtol=1e-5, atol=1e-6))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("base", [0, 64, 192])
+def test_outputs_are_bit_equal_on_the_gpu(base):
+    for offset in range(0 if base else 1, 64):
+        compare(base + offset, "cuda", torch.bfloat16, torch.equal)
