@@ -63,16 +63,14 @@ class Boundary:
                 return boundary._given[layer, name]
         return None
 
-    def before(
-        self, own: torch.Tensor | None, layer: int, name: str, dim: int = 0, rows: int | None = None
-    ) -> torch.Tensor:
+    def before(self, own: torch.Tensor, layer: int, name: str, dim: int = 0, rows: int | None = None) -> torch.Tensor:
         """What all windows handed over, outermost first, and then `own`, joined along `dim`.
 
         Args:
-            own: follows the prefix's rows; `None` for nothing.
+            own: follows the prefix's rows.
             rows: only so many of the last rows of the prefix.
         """
-        parts = [] if own is None else [own]
+        parts = [own]
         for boundary in self._inner_first():
             if rows == 0:
                 break

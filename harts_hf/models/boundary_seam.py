@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -21,9 +22,8 @@ def number_layers(backbone: torch.nn.Module) -> Iterator[None]:
     def give_number(layer: int):
         return lambda _module, args, kwargs: (args, {**kwargs, "harts_layer": layer})
 
-    handles = [
-        module.register_forward_pre_hook(give_number(i), with_kwargs=True) for i, module in enumerate(backbone.layers)
-    ]
+    layers = backbone.get_submodule("layers").children()
+    handles = [layer.register_forward_pre_hook(give_number(i), with_kwargs=True) for i, layer in enumerate(layers)]
     try:
         yield
     finally:
@@ -52,7 +52,8 @@ def refuse_reentrant_checkpointing(backbone: torch.nn.Module) -> None:
     """
     for module in backbone.modules():
         if getattr(module, "gradient_checkpointing", False) and backbone.training:
-            if module._gradient_checkpointing_func.keywords.get("use_reentrant", True):
+            checkpoint: Any = module._gradient_checkpointing_func  # a partial of torch's, with the user's options
+            if checkpoint.keywords.get("use_reentrant", True):
                 raise UnsupportedModelError(
                     "sharing windows need gradient checkpointing with use_reentrant=False: in reentrant mode a "
                     "boundary's gradients would be lost. Set gradient_checkpointing_kwargs={'use_reentrant': False}, "

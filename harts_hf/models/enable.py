@@ -225,7 +225,7 @@ class _TreeForward:
         if batch.produces is not None:
             batch.produces.put(-1, "hidden", hidden[-1:])
         if batch.starts_from is not None:  # the prefix's last row predicts what continues it
-            hidden = torch.cat([batch.starts_from.nearest(-1, "hidden"), hidden])
+            hidden = batch.starts_from.before(hidden, -1, "hidden", rows=1)
         hidden = hidden[batch.score_parents]
         no_autocast = torch.autocast(hidden.device.type, enabled=False) if head_in_fp32 else contextlib.nullcontext()
         with no_autocast:

@@ -117,6 +117,6 @@ def _chunk_seam(
         initial_states=state,
         **options,
     )
-    if boundary_rows:
+    if sink is not None and boundary_rows:
         sink.put(harts_layer, "state", states)
     return output[None, replayed:], None

@@ -33,7 +33,8 @@ def divide_long_paths(plan: StepPlan, lengths: Sequence[int], max_tokens: int, c
         parent = None if window.parent is None else number[window.parent]
         start = 0 if parent is None else windows[parent].prefix_tokens
         ends = [*_ends(start, window.prefix_tokens, max_tokens, chunk_size), window.prefix_tokens]
-        number.append(add_chain(window, ends, parent))
+        add_chain(window, ends, parent)
+        number.append(len(windows) - 1)
 
     slots = []
     for s, slot in enumerate(plan.slots):
