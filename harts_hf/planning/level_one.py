@@ -31,13 +31,14 @@ FILLED_GRAINS = (1, 2, 4)  # the same for packings by filling
 SLOT_GAIN = 0.01  # share of the first objective that a plan with more slots has to gain
 REFINED = 3  # candidates that are refined, at least
 REFINED_BINS = 400  # and as many as hold this many bins together
-TRIAL_STEPS = 20_000  # units that each packing is repacked by
-REPACKED = 3  # packings that are repacked for longer: of least work and, one of them, of fewest bins
-UNIT_STEPS = 200_000  # units that each of those is repacked by
-LEVELLED = 3  # refined candidates that are levelled
-LEVEL_STEPS = 50_000  # units that each of those is levelled by
-EVENED = 3  # refined candidates that are repacked towards even bins
-EVEN_STEPS = 40_000  # units that each of those is repacked by
+TRIED = 3
+TRIAL_STEPS = 10_000  # units that each packing is repacked by
+REPACKED = 2  # packings that are repacked for longer: of least work and, one of them, of fewest bins
+UNIT_STEPS = 60_000  # units that each of those is repacked by
+LEVELLED = 2  # refined candidates that are levelled
+LEVEL_STEPS = 30_000  # units that each of those is levelled by
+EVENED = 2  # refined candidates that are repacked towards even bins
+EVEN_STEPS = 30_000  # units that each of those is repacked by
 
 
 def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objective: tuple[int, ...]) -> Draft:
@@ -98,12 +99,18 @@ def _repacked(
     started = [packing, [list(range(s, e)) for s, e in zip(cheapest, [*cheapest[1:], len(units)], strict=True)]]
     grains = [units.natural_pieces(max(1, max_rows // grain)) for grain in FILLED_GRAINS]
     started += [pack_by_filling(units, pieces, max_rows) for pieces in (joinable, *grains)]
-    tried = [repack(units, bins, max_rows, TRIAL_STEPS) for bins in started]
+    by_work, by_count = _sorted_by_work(units, started, max_rows), sorted(started, key=len)
+    tried = [repack(units, bins, max_rows, TRIAL_STEPS) for bins in _first_few(by_work, by_count, TRIED)]
     by_work, by_count = _sorted_by_work(units, tried, max_rows), sorted(tried, key=len)
-    chosen = [by_work[0], *(bins for bins in by_count[:1] if bins is not by_work[0]), *by_work[1:]][:REPACKED]
-    longer = [repack(units, bins, max_rows, UNIT_STEPS) for bins in chosen]
+    longer = [repack(units, bins, max_rows, UNIT_STEPS) for bins in _first_few(by_work, by_count, REPACKED)]
     again = repack(units, _sorted_by_work(units, longer, max_rows)[0], max_rows, UNIT_STEPS)
     return [*tried, *longer, again]
+
+
+def _first_few(by_work: list[list[list[int]]], by_count: list[list[list[int]]], most: int) -> list[list[list[int]]]:
+    """The packing of least work, the one of fewest bins, then the others by work."""
+    chosen = [by_work[0], *(bins for bins in by_count[:1] if bins is not by_work[0])]
+    return [*chosen, *(bins for bins in by_work if not any(bins is c for c in chosen))][:most]
 
 
 def _sorted_by_work(units: Units, packings: list[list[list[int]]], max_rows: int) -> list[list[list[int]]]:

@@ -14,16 +14,16 @@ import numpy as np
 
 from .fill import fill
 from .partition import cheapest_partition, first_starts
-from .subtrees import children, random_pieces
+from .subtrees import random_order, random_pieces
 from .units import Units
 
 SEED = 0
 STEP_OVERHEAD = 20  # a step costs as much as packing this many units
 PATIENCE = 10  # steps without a gain, for each unit and bin, after which the search ends
 BIN_WORK = 0.02  # of the budget: what a bin is taken to cost in addition
-BINS_TAKEN = (2, 3, 4, 5, 6)
+BINS_TAKEN = (3, 4, 5, 6, 7, 8)
 MAX_PIECES = 32  # subtrees that a filling chooses from; more of them are joined to neighbours
-FILLED_SHARE = 0.7  # steps that fill; the others partition
+FILLED_SHARE = 0.25  # steps that fill; the others partition
 LED_SHARE = 0.7  # fillings whose bins each start with the largest subtree left
 
 
@@ -79,16 +79,18 @@ class _Repacking:
 
     def _choose(self) -> list[int]:
         """A random bin and a few more: owners of its members' neighbours, or any."""
-        random, bins = self.random, self.bins
-        first = random.randrange(len(bins))
-        taken = {first: None}
-        for _ in range(random.choice(BINS_TAKEN) - 1):
-            if random.random() < 0.5:
-                other = self.owner.get(random.choice(bins[first]) + random.choice((-1, 1)), first)
+        draw, bins = self.random.random, self.bins  # randrange and choice take five times as long
+        first = int(draw() * len(bins))
+        taken = [first]
+        for _ in range(BINS_TAKEN[int(draw() * len(BINS_TAKEN))] - 1):
+            if draw() < 0.5:
+                unit = bins[first][int(draw() * len(bins[first]))]
+                other = self.owner.get(unit + (1 if draw() < 0.5 else -1), first)
             else:
-                other = random.randrange(len(bins))
-            taken[other] = None
-        return list(taken)
+                other = int(draw() * len(bins))
+            if other not in taken:
+                taken.append(other)
+        return taken
 
     def _value(self, members: list[int]) -> tuple[int, int]:
         """Work of a bin with `bin_work`, and its rows squared."""
@@ -141,26 +143,8 @@ class _Repacking:
     def _partitioned(self, members: list[int], cuts: list[int], num_bins: int) -> list[list[int]]:
         """The cheapest partition of a random depth-first order."""
         units = self.units
-        order, between = self._random_order(members, cuts)
+        order, between = random_order(cuts, self.random)
+        order = [members[k] for k in order]
         rows, cut = units.rows[order], np.array(between)
         starts = cheapest_partition(units.cost.shared_work(cut), first_starts(rows, rows - cut, self.max_rows))
         return [sorted(order[s:e]) for s, e in zip(starts, [*starts[1:], len(order)], strict=True)]
-
-    def _random_order(self, members: list[int], cuts: list[int]) -> tuple[list[int], list[int]]:
-        """Units in a random depth-first order of their tree, and each one's LCP with the one before it."""
-        order: list[int] = []
-        between: list[int] = []
-        pending = [(0, len(members), 0)]  # a subtree and its LCP with what stands before it
-        while pending:
-            start, end, cut = pending.pop()
-            if end - start == 1:
-                order.append(members[start])
-                between.append(cut)
-                continue
-            subtrees = children(cuts, start, end)
-            fork = cuts[subtrees[1][0]]
-            self.random.shuffle(subtrees)
-            # the first child stands next to what is before the subtree
-            pending += [(s, e, fork) for s, e in subtrees[:0:-1]]
-            pending.append((*subtrees[0], cut))
-        return order, between
