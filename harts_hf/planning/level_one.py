@@ -25,16 +25,17 @@ from .refine import refine
 from .repack import repack
 from .units import Units
 
-LIMIT_STEPS = (0.0, 0.06, 0.125, 0.25, 0.5, 1.0)  # where limits lie between the smallest and the budget
+LIMIT_STEPS = (0.0, 0.125, 0.5)  # where limits lie between the smallest and the budget
 GRAINS = (1, 4, 16)  # natural pieces hold at most the budget divided by one of these
-FILLED_GRAINS = (1, 2, 4)  # the same for packings by filling
+FILLED_GRAINS = (1, 2)  # the same for packings by filling
 SLOT_GAIN = 0.01  # share of the first objective that a plan with more slots has to gain
 REFINED = 3  # candidates that are refined, at least
-REFINED_BINS = 400  # and as many as hold this many bins together
+REFINED_BINS = 150  # and as many as hold this many bins together
 TRIED = 3
 TRIAL_STEPS = 10_000  # units that each packing is repacked by
 REPACKED = 2  # packings that are repacked for longer: of least work and, one of them, of fewest bins
-UNIT_STEPS = 60_000  # units that each of those is repacked by
+UNIT_STEPS = 60_000  # units that each of those is repacked by, and the best of them once more
+WORK_UNIT_STEPS = 120_000  # the same if total work decides alone, as with one replica: nothing is levelled then
 LEVELLED = 2  # refined candidates that are levelled
 LEVEL_STEPS = 30_000  # units that each of those is levelled by
 EVENED = 2  # refined candidates that are repacked towards even bins
@@ -58,9 +59,10 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
     joinable = cheapest_partition(np.maximum(units.cut_work - common, 0), starts, most=True)
     pieces.append(list(zip(joinable, [*joinable[1:], len(units)], strict=True)))
     packings = [pack(units, p, max_rows, None, order, "fullest") for p in pieces for order in ORDERS]
-    packings += _repacked(units, max_rows, cheapest, pieces[-1], min(packings, key=len))
-    fewest = min(fewest_ranges(units, max_rows), *map(len, packings))
     work_first = objective[0] == 0
+    unit_steps = WORK_UNIT_STEPS if work_first or num_replicas == 1 else UNIT_STEPS
+    packings += _repacked(units, max_rows, unit_steps, cheapest, pieces[-1], min(packings, key=len))
+    fewest = min(fewest_ranges(units, max_rows), *map(len, packings))
 
     drafts = []
     for num_slots in sorted({-(-fewest // num_replicas), -(-len(cheapest) // num_replicas)}):
@@ -93,17 +95,22 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
 
 
 def _repacked(
-    units: Units, max_rows: int, cheapest: list[int], joinable: list[tuple[int, int]], packing: list[list[int]]
+    units: Units,
+    max_rows: int,
+    unit_steps: int,
+    cheapest: list[int],
+    joinable: list[tuple[int, int]],
+    packing: list[list[int]],
 ) -> list[list[list[int]]]:
-    """Repacked partitions and packings: all for a short while, the cheapest for longer."""
+    """Repacked partitions and packings: a few for a short while, the cheapest for longer."""
     started = [packing, [list(range(s, e)) for s, e in zip(cheapest, [*cheapest[1:], len(units)], strict=True)]]
     grains = [units.natural_pieces(max(1, max_rows // grain)) for grain in FILLED_GRAINS]
     started += [pack_by_filling(units, pieces, max_rows) for pieces in (joinable, *grains)]
     by_work, by_count = _sorted_by_work(units, started, max_rows), sorted(started, key=len)
     tried = [repack(units, bins, max_rows, TRIAL_STEPS) for bins in _first_few(by_work, by_count, TRIED)]
     by_work, by_count = _sorted_by_work(units, tried, max_rows), sorted(tried, key=len)
-    longer = [repack(units, bins, max_rows, UNIT_STEPS) for bins in _first_few(by_work, by_count, REPACKED)]
-    again = repack(units, _sorted_by_work(units, longer, max_rows)[0], max_rows, UNIT_STEPS)
+    longer = [repack(units, bins, max_rows, unit_steps) for bins in _first_few(by_work, by_count, REPACKED)]
+    again = repack(units, _sorted_by_work(units, longer, max_rows)[0], max_rows, unit_steps)
     return [*tried, *longer, again]
 
 

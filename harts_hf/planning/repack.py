@@ -8,6 +8,7 @@ at equal work the sum of squared rows does not fall: room gathers in few bins, u
 does not grow instead, and bins are filled to even shares. Random choices come from a fixed seed.
 """
 
+from itertools import accumulate
 from random import Random
 
 import numpy as np
@@ -21,7 +22,7 @@ SEED = 0
 STEP_OVERHEAD = 20  # a step costs as much as packing this many units
 PATIENCE = 10  # steps without a gain, for each unit and bin, after which the search ends
 BIN_WORK = 0.02  # of the budget: what a bin is taken to cost in addition
-BINS_TAKEN = (3, 4, 5, 6, 7, 8)
+BINS_TAKEN = (3, 4, 6, 8, 10)
 MAX_PIECES = 32  # subtrees that a filling chooses from; more of them are joined to neighbours
 FILLED_SHARE = 0.25  # steps that fill; the others partition
 LED_SHARE = 0.7  # fillings whose bins each start with the largest subtree left
@@ -115,10 +116,11 @@ class _Repacking:
     def _filled(self, members: list[int], cuts: list[int], num_bins: int) -> list[list[int]] | None:
         """Subtrees of a random division, bin after bin; `None` if a subtree does not fit."""
         random, unit_rows = self.random, self.units.unit_rows
+        added = list(accumulate([unit_rows[u] - c for u, c in zip(members, cuts, strict=True)], initial=0))
         pieces = random_pieces(cuts, MAX_PIECES, random)
         shared = min(cuts[1:])
         room = self.max_rows - shared  # a bin holds what all units share, and pieces beyond it
-        sizes = [sum([unit_rows[u] for u in members[s:e]]) - sum(cuts[s + 1 : e]) - shared for s, e in pieces]
+        sizes = [added[e] - added[s] + cuts[s] - shared for s, e in pieces]
         if max(sizes) > room:
             return None
         led = random.random() < LED_SHARE
