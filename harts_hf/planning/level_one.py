@@ -16,6 +16,7 @@ If total work comes first, a cell that costs work to fill stays empty.
 import numpy as np
 
 from .align import align
+from .bounds import least_rows
 from .draft import Bin, Draft
 from .level import level
 from .packing import ORDERS, pack, pack_by_filling
@@ -38,6 +39,7 @@ UNIT_STEPS = 60_000  # units that each of those is repacked by, and the best of 
 WORK_UNIT_STEPS = 120_000  # the same if total work decides alone, as with one replica: nothing is levelled then
 LEVELLED = 2  # refined candidates that are levelled
 LEVEL_STEPS = 30_000  # units that each of those is levelled by
+WORK_LEVEL_STEPS = 100_000  # the same if total work comes first: nothing is evened then
 EVENED = 2  # refined candidates that are repacked towards even bins
 EVEN_STEPS = 30_000  # units that each of those is repacked by
 
@@ -84,7 +86,7 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
             of_size += [draft for draft in evened if draft.num_slots == num_slots]
             of_size.sort(key=lambda draft: rank(draft, objective))
         for draft in of_size[: LEVELLED if num_replicas > 1 else 0]:
-            level(draft, objective, LEVEL_STEPS)
+            level(draft, objective, WORK_LEVEL_STEPS if work_first else LEVEL_STEPS)
             place(draft.bins, num_replicas)
         best.append(min(of_size, key=lambda draft: rank(draft, objective)))
     chosen = best[0]
@@ -107,10 +109,11 @@ def _repacked(
     grains = [units.natural_pieces(max(1, max_rows // grain)) for grain in FILLED_GRAINS]
     started += [pack_by_filling(units, pieces, max_rows) for pieces in (joinable, *grains)]
     by_work, by_count = _sorted_by_work(units, started, max_rows), sorted(started, key=len)
-    tried = [repack(units, bins, max_rows, TRIAL_STEPS) for bins in _first_few(by_work, by_count, TRIED)]
+    least = least_rows(units, max_rows)
+    tried = [repack(units, bins, max_rows, TRIAL_STEPS, least_rows=least) for bins in _first_few(by_work, by_count, TRIED)]
     by_work, by_count = _sorted_by_work(units, tried, max_rows), sorted(tried, key=len)
-    longer = [repack(units, bins, max_rows, unit_steps) for bins in _first_few(by_work, by_count, REPACKED)]
-    again = repack(units, _sorted_by_work(units, longer, max_rows)[0], max_rows, unit_steps)
+    longer = [repack(units, bins, max_rows, unit_steps, least_rows=least) for bins in _first_few(by_work, by_count, REPACKED)]
+    again = repack(units, _sorted_by_work(units, longer, max_rows)[0], max_rows, unit_steps, least_rows=least)
     return [*tried, *longer, again]
 
 

@@ -28,7 +28,9 @@ FILLED_SHARE = 0.25  # steps that fill; the others partition
 LED_SHARE = 0.7  # fillings whose bins each start with the largest subtree left
 
 
-def repack(units: Units, bins: list[list[int]], max_rows: int, unit_steps: int, even: bool = False) -> list[list[int]]:
+def repack(
+    units: Units, bins: list[list[int]], max_rows: int, unit_steps: int, even: bool = False, least_rows: int = 0
+) -> list[list[int]]:
     """Bins of no more total work and number, weighed together, than the given ones.
 
     Args:
@@ -37,13 +39,17 @@ def repack(units: Units, bins: list[list[int]], max_rows: int, unit_steps: int, 
         max_rows: most rows of a bin; a unit above it stays a bin of its own.
         unit_steps: units packed again over all steps, which bounds the time whatever the bins hold.
         even: let the sum of squared rows fall instead of grow, so that bins come closer to each other.
+        least_rows: a lower bound of all bins' rows; the search ends when as few bins as hold it have no more rows.
     """
     search = _Repacking(units, max_rows, bins, even)
     idle_steps = 0
+    least_bins = max(2, -(-least_rows // max_rows) - len(search.fixed))
     while len(search.bins) > 1 and unit_steps > 0 and idle_steps < PATIENCE * len(units) * len(search.bins):
         repacked, gained = search.step()
         unit_steps -= repacked + STEP_OVERHEAD
         idle_steps = 0 if gained else idle_steps + 1
+        if gained and len(search.bins) <= least_bins and search.total_rows <= least_rows:
+            break
     return search.fixed + search.bins
 
 
@@ -77,6 +83,11 @@ class _Repacking:
         if loss <= (0, 0):
             self._replace(taken, packed, values)
         return len(members), loss < (0, 0)
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of all bins."""
+        return sum(self.units.charge(members)[0] for members in (*self.fixed, *self.bins))
 
     def _choose(self) -> list[int]:
         """A random bin and a few more: owners of its members' neighbours, or any."""
