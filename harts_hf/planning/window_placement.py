@@ -4,9 +4,8 @@ A window that is longer than the step has slots, or that no replica has room for
 own producer. A heuristic: longest windows first, each on the fullest replica that still holds it.
 """
 
-from dataclasses import dataclass
-
 from bisect import insort
+from dataclasses import dataclass
 
 from .draft import Bin, Draft, SharedPrefix
 from .units import Units
