@@ -1,8 +1,8 @@
 """Lower bounds of what plans without sharing windows compute, from the shape of the tree alone.
 
 A segment that ends at depth `d` with `R` rows below it is computed in every microbatch that holds one of those rows.
-Such a microbatch holds at most `limit - d` of them, so the segment is computed at least `R / (limit - d)` times, rounded
-up. The bound adds that up over all segments; it is met where trees fill microbatches without waste.
+Such a microbatch holds at most `limit - d` of them, so the segment is computed at least `R / (limit - d)` times,
+rounded up. The bound adds that up over all segments; it is met where trees fill microbatches without waste.
 """
 
 import numpy as np

@@ -6,7 +6,7 @@ Candidates, for the fewest slots that any of them needs and for the slots of the
   smallest that still fits and the budget;
 - greedy packings, in two orders and by two rules, and packings by filling, of pieces: natural pieces of several
   grains, and the ranges of the exact program when ranges may be joined again for free;
-- the cheapest partition and the packings, repacked a few bins at a time, the best of them for longer.
+- the cheapest partition and the packings that look best, repacked a few bins at a time, two of them for longer.
 
 Each is placed by work. For each number of slots the best few are refined, aligned to the grid and compared once more.
 Fewer slots win unless more of them lower the first objective by more than `SLOT_GAIN`: a slot has a cost of its own.
@@ -32,9 +32,9 @@ FILLED_GRAINS = (1, 2)  # the same for packings by filling
 SLOT_GAIN = 0.01  # share of the first objective that a plan with more slots has to gain
 REFINED = 3  # candidates that are refined, at least
 REFINED_BINS = 150  # and as many as hold this many bins together
-TRIED = 3
-TRIAL_STEPS = 10_000  # units that each packing is repacked by
-REPACKED = 2  # packings that are repacked for longer: of least work and, one of them, of fewest bins
+TRIED = 3  # packings that are repacked: of least work and, one of them, of fewest bins
+TRIAL_STEPS = 10_000  # units that each of those is repacked by
+REPACKED = 2  # of the results, packings that are repacked for longer, chosen likewise
 UNIT_STEPS = 60_000  # units that each of those is repacked by, and the best of them once more
 WORK_UNIT_STEPS = 120_000  # the same if total work decides alone, as with one replica: nothing is levelled then
 LEVELLED = 2  # refined candidates that are levelled
