@@ -13,9 +13,8 @@ def align(draft: Draft, for_free: bool = False) -> None:
     empty only if no bin with two units can spare one, or none `for_free`, without adding work, if that is asked for.
     """
     givers = [b for b in draft.bins if len(b.members) > 1]
-    offers: dict[
-        tuple[Bin, int | None, bool], list[_Offer]
-    ] = {}  # by giver, the taker's window and whether it produces
+    # by giver, the taker's window and whether it produces
+    offers: dict[tuple[Bin, int | None, bool], list[_Offer]] = {}
     for empty in [b for b in draft.bins if not b.members]:
         heaviest = max(b.work for b in draft.bins if b.slot == empty.slot)
         best = None
