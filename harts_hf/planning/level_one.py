@@ -35,13 +35,13 @@ REFINED_BINS = 150  # and as many as hold this many bins together
 TRIED = 3  # packings that are repacked: of least work and, one of them, of fewest bins
 TRIAL_STEPS = 10_000  # units that each of those is repacked by
 REPACKED = 2  # of the results, packings that are repacked for longer, chosen likewise
-UNIT_STEPS = 60_000  # units that each of those is repacked by, and the best of them once more
+UNIT_STEPS = 80_000  # units that each of those is repacked by, and the best of them once more
 WORK_UNIT_STEPS = 120_000  # the same if total work decides alone, as with one replica: nothing is levelled then
 LEVELLED = 2  # refined candidates that are levelled
-LEVEL_STEPS = 30_000  # units that each of those is levelled by
+LEVEL_STEPS = 40_000  # units that each of those is levelled by
 WORK_LEVEL_STEPS = 100_000  # the same if total work comes first: nothing is evened then
 EVENED = 2  # refined candidates that are repacked towards even bins
-EVEN_STEPS = 30_000  # units that each of those is repacked by
+EVEN_STEPS = 40_000  # units that each of those is repacked by
 
 
 def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objective: tuple[int, ...]) -> Draft:
@@ -85,7 +85,7 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
             evened = [_evened(draft) for draft in of_size[:EVENED]]
             of_size += [draft for draft in evened if draft.num_slots == num_slots]
             of_size.sort(key=lambda draft: rank(draft, objective))
-        for draft in of_size[: LEVELLED if num_replicas > 1 else 0]:
+        for draft in with_least_work(of_size, LEVELLED) if num_replicas > 1 else []:
             level(draft, objective, WORK_LEVEL_STEPS if work_first else LEVEL_STEPS)
             place(draft.bins, num_replicas)
         best.append(min(of_size, key=lambda draft: rank(draft, objective)))
@@ -161,9 +161,15 @@ def rank(draft: Draft, objective: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def most_promising(drafts: list[Draft], objective: tuple[int, ...]) -> list[Draft]:
-    """The drafts worth refining: the best few, more of them if they are small."""
+    """The drafts worth refining: the best few, more of them if they are small, and the one of least total work."""
     drafts = sorted(drafts, key=lambda draft: rank(draft, objective))
-    return drafts[: max(REFINED, REFINED_BINS // len(drafts[0].bins))] if drafts else []
+    return with_least_work(drafts, max(REFINED, REFINED_BINS // len(drafts[0].bins))) if drafts else []
+
+
+def with_least_work(drafts: list[Draft], count: int) -> list[Draft]:
+    """The first few drafts, and the one of least total work: it has most to gain from being evened out."""
+    least = min(drafts, key=lambda draft: draft.total_work)
+    return drafts[:count] + ([] if any(draft is least for draft in drafts[:count]) else [least])
 
 
 def fewest_ranges(units: Units, limit: int) -> int:

@@ -25,6 +25,7 @@ BIN_WORK = 0.02  # of the budget: what a bin is taken to cost in addition
 BINS_TAKEN = (3, 4, 6, 8, 10)
 MAX_PIECES = 32  # subtrees that a filling chooses from; more of them are joined to neighbours
 FILLED_SHARE = 0.25  # steps that fill; the others partition
+EVEN_FILLED_SHARE = 0.7  # the same with `even`: only filling aims at even shares
 LED_SHARE = 0.7  # fillings whose bins each start with the largest subtree left
 
 
@@ -56,6 +57,7 @@ def repack(
 class _Repacking:
     def __init__(self, units: Units, max_rows: int, bins: list[list[int]], even: bool):
         self.units, self.max_rows, self.even = units, max_rows, even
+        self.filled_share = EVEN_FILLED_SHARE if even else FILLED_SHARE
         self.random = Random(SEED)
         self.bin_work = round(BIN_WORK * max_rows)
         self.fixed = [members for members in bins if units.unit_rows[members[-1]] > max_rows]
@@ -70,7 +72,7 @@ class _Repacking:
             return 0, False
         members = sorted([u for b in taken for u in self.bins[b]])
         cuts = [0, *self.units.neighbour_lcps(members)]
-        pack = self._filled if self.random.random() < FILLED_SHARE else self._partitioned
+        pack = self._filled if self.random.random() < self.filled_share else self._partitioned
         packed = pack(members, cuts, len(taken))
         if packed is None:
             return len(members), False
