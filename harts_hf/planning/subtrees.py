@@ -40,7 +40,7 @@ def random_pieces(cuts: list[int], most: int, random: Random) -> list[tuple[int,
 
 
 def random_order(cuts: list[int], random: Random) -> tuple[list[int], list[int]]:
-    """A random depth-first order of the list's tree; each child of a fork stands before or after all earlier ones.
+    """A random depth-first order of the list's tree; each child of a fork stands before or after all later ones.
 
     Args:
         cuts: LCP of each unit of the list with the one before it; entry 0 is not read.
