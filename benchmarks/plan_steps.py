@@ -5,7 +5,9 @@
 HARTS_ROLLOUTS is a folder of rollout sets (`NAME.npz` and `rollouts.py`). Every plan is checked and counted by
 `plan_evaluator.py`. L1 is planned for slot-critical work, the default, and for total work, which is what CP-SAT
 minimises. For L1 with windows the record has the gain in compression over L1 and a cap of the gain that no plan with
-work on every replica can pass. Building the tree (median of three runs) and planning (one run) are timed apart, in one
+work on every replica can pass. Lower bounds that hold for every plan without windows (`harts_hf/planning/bounds.py`)
+stand beside the plans: of all rows, of all rows if every cell of L1's slots has a microbatch, of slot-critical rows.
+Building the tree (median of three runs) and planning (one run) are timed apart, in one
 thread, wall and CPU time. Writes `benchmarks/results/plan_steps.json`.
 """
 
@@ -24,7 +26,10 @@ import ortools
 from plan_comparators import ortools_plan, place_longest_first, random_order, token_budget
 from plan_evaluator import count_rows, evaluate, of_step_plan
 
+from harts_hf.planning.bounds import least_rows, least_slot_critical_rows
+from harts_hf.planning.cost import CostModel
 from harts_hf.planning.microbatches import plan_step
+from harts_hf.planning.units import Units
 from harts_hf.tree import PrefixTree
 
 SEED = 0
@@ -90,8 +95,18 @@ def gain_of_windows(tree: PrefixTree, plain: dict, shared: dict, working_replica
     }
 
 
+def bounds_of_l1(units: Units, max_tokens: int, num_replicas: int, num_slots: int) -> dict:
+    """Rows that plans without windows compute at least: with a microbatch in every cell, and along the slots."""
+    num_cells = min(num_slots * num_replicas, len(units))
+    return {
+        "aligned_rows": least_rows(units, max_tokens, num_cells),
+        "slot_critical_rows": least_slot_critical_rows(units, max_tokens, num_replicas),
+    }
+
+
 def run_step(sequences, max_tokens: int, time_limit: float, workers: int) -> dict:
     tree, build_seconds = timed(lambda: PrefixTree.from_sequences(sequences))
+    units = Units.from_tree(tree, CostModel())
     begin = time.process_time()
     solver = ortools_plan(tree, max_tokens, time_limit, workers)
     solver_cpu_seconds = time.process_time() - begin
@@ -109,6 +124,7 @@ def run_step(sequences, max_tokens: int, time_limit: float, workers: int) -> dic
         "trajectories": tree.num_trajectories,
         "expanded_tokens": tree.num_tokens,
         "step_minimum_rows": tree.num_rows,
+        "bound_rows_without_windows": least_rows(units, max_tokens),
         "longest": int(tree.lengths.max()),
         "max_tokens": max_tokens,
         "tree_seconds": round(build_seconds[0], 4),
@@ -121,6 +137,7 @@ def run_step(sequences, max_tokens: int, time_limit: float, workers: int) -> dic
             "first_fit_seconds": round(solver.first_fit_seconds, 4),
             "first_fit_microbatches": solver.first_fit_bins,
         },
+        "bounds_of_l1": {},
         "replicas": {},
     }
     for num_replicas in REPLICAS:
@@ -137,7 +154,10 @@ def run_step(sequences, max_tokens: int, time_limit: float, workers: int) -> dic
         for name, (bins, seconds) in baselines.items():
             slots = place_longest_first(bins, baseline_rows[name], num_replicas)
             plans[name] = summary(evaluate(sequences, slots, [], max_tokens), seconds)
+        bounds = bounds_of_l1(units, max_tokens, num_replicas, plans["l1"]["slots"])
         record["replicas"][str(num_replicas)] = plans
+        record["bounds_of_l1"][str(num_replicas)] = bounds
+        print(f"  DP {num_replicas:>2} bounds of L1: {bounds}")
         for name, plan in plans.items():
             print(
                 f"  DP {num_replicas:>2} {name:<15} compression {plan['compression']:>8.3f}"

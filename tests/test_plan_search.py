@@ -1,6 +1,7 @@
 """The planner's searches: filling equals brute force; repacking and levelling never lose, and keep every unit."""
 
 from itertools import product
+from random import Random
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from harts_hf.planning.draft import Bin, Draft
 from harts_hf.planning.level import level
 from harts_hf.planning.packing import pack_by_filling
 from harts_hf.planning.repack import BIN_WORK, repack
+from harts_hf.planning.subtrees import random_order
 from harts_hf.planning.units import Units
 from harts_hf.tree import PrefixTree
 
@@ -48,6 +50,22 @@ def test_filling_in_grains_stays_within_the_target(monkeypatch):
         total = sum(sizes[k] for k in filling.fill(sizes, target))
         assert total <= target
         assert total >= min(sum(sizes), target) - 13 * (target // 64 + 1) - max(sizes)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_random_order_is_depth_first(seed):
+    """Every subtree stays together: the LCPs of neighbours add up to what they do in the sorted order."""
+    units = random_units(np.random.default_rng(seed), CostModel())
+    cuts = [0, *units.neighbour_lcps(list(range(len(units))))]
+    order, between = random_order(cuts, Random(seed))
+    assert sorted(order) == list(range(len(units)))
+    assert between == [0, *[units.lcp(min(pair), max(pair)) for pair in zip(order, order[1:], strict=False)]]
+    assert sum(between) == sum(cuts)
+
+
+def test_random_orders_put_each_child_before_or_after_all_later_ones():
+    orders = {tuple(random_order([0, 1, 1], Random(seed))[0]) for seed in range(50)}
+    assert orders == {(0, 1, 2), (0, 2, 1), (1, 2, 0), (2, 1, 0)}
 
 
 @pytest.mark.parametrize("seed", range(100))

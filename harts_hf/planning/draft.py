@@ -8,9 +8,9 @@ import numpy as np
 from .units import Units
 
 
-@dataclass
+@dataclass(eq=False)
 class Bin:
-    """A microbatch in the making.
+    """A microbatch in the making; equal to itself alone.
 
     Attributes:
         members (`list[int]`): its units, increasing.

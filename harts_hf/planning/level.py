@@ -7,6 +7,7 @@ bin keeps the rest. A result is kept if the sum of the slots' heaviest grows by 
 work falls, or stays and the sum of the heaviest does not grow. Random choices come from a fixed seed.
 """
 
+from itertools import accumulate
 from random import Random
 
 from .draft import Bin, Draft
@@ -16,6 +17,7 @@ from .subtrees import random_pieces
 
 SEED = 0
 STEP_OVERHEAD = 20  # a step costs as much as charging this many units
+ONE_OTHER = 0.7  # steps that take one other bin at most; the rest take two
 MAX_PIECES = 32  # subtrees that a filling chooses from
 STEPS_PER_SEAT = 50  # units charged for each unit and bin: a small draft is searched through sooner
 TOLERANCE = 0.01  # of the budget: how much a step may lose at first, so that the search leaves local optima
@@ -50,7 +52,7 @@ class _Levelling(Seating):
 
     def step(self, tolerance: int) -> int:
         """Fill a few bins anew; returns the number of their units."""
-        heavy = max(self.random.choice(self.slots), key=lambda b: b.work)
+        heavy = max(self.slots[int(self.random.random() * len(self.slots))], key=lambda b: b.work)
         others = self._others(heavy) if heavy.members else []
         members = sorted([u for b in (heavy, *others) for u in b.members])
         if not others or len(members) < 2:
@@ -71,15 +73,16 @@ class _Levelling(Seating):
 
     def _others(self, heavy: Bin) -> list[Bin]:
         """One or two bins: owners of the heavy one's neighbours, of its slot, or any."""
-        random = self.random
+        draw = self.random.random  # `choice` takes five times as long
         others: list[Bin] = []
-        for _ in range(random.choice((1, 1, 2))):
-            way = random.random()
+        for _ in range(1 if draw() < ONE_OTHER else 2):
+            way = draw()
             if way < 0.4:
-                near = random.choice(heavy.members) + random.choice((-1, 1))
+                near = heavy.members[int(draw() * len(heavy.members))] + (1 if draw() < 0.5 else -1)
                 b = self.owner[near] if 0 <= near < len(self.owner) else heavy
             else:
-                b = random.choice(self.slots[heavy.slot] if way < 0.7 else self.draft.bins)
+                bins = self.slots[heavy.slot] if way < 0.7 else self.draft.bins
+                b = bins[int(draw() * len(bins))]
             if b is not heavy and b not in others:
                 others.append(b)
         return others
@@ -91,10 +94,9 @@ class _Levelling(Seating):
         cuts = [0, *units.neighbour_lcps(members)]
         pieces = random_pieces(cuts, MAX_PIECES, self.random)
         shared = shared_work(min(cuts[1:]))
-        works = [
-            sum([unit_work[u] for u in members[s:e]]) - sum([shared_work(c) for c in cuts[s + 1 : e]])
-            for s, e in pieces
-        ]
+        saved = cuts if units.cost.counts_rows else [shared_work(c) for c in cuts]
+        work = list(accumulate([unit_work[u] - s for u, s in zip(members, saved, strict=True)], initial=0))
+        works = [work[e] - work[s] + saved[s] for s, e in pieces]
         filled = []
         sharers = 1 + sum(b.slot == heavy.slot for b in others)
         share = (sum(works) - shared * len(works)) // sharers

@@ -6,7 +6,7 @@ Candidates, for the fewest slots that any of them needs and for the slots of the
   smallest that still fits and the budget;
 - greedy packings, in two orders and by two rules, and packings by filling, of pieces: natural pieces of several
   grains, and the ranges of the exact program when ranges may be joined again for free;
-- the cheapest partition and the packings, repacked a few bins at a time, the best of them for longer.
+- the cheapest partition and the packings that look best, repacked a few bins at a time, two of them for longer.
 
 Each is placed by work. For each number of slots the best few are refined, aligned to the grid and compared once more.
 Fewer slots win unless more of them lower the first objective by more than `SLOT_GAIN`: a slot has a cost of its own.
@@ -16,6 +16,7 @@ If total work comes first, a cell that costs work to fill stays empty.
 import numpy as np
 
 from .align import align
+from .bounds import least_rows
 from .draft import Bin, Draft
 from .level import level
 from .packing import ORDERS, pack, pack_by_filling
@@ -25,18 +26,21 @@ from .refine import refine
 from .repack import repack
 from .units import Units
 
-LIMIT_STEPS = (0.0, 0.06, 0.125, 0.25, 0.5, 1.0)  # where limits lie between the smallest and the budget
+LIMIT_STEPS = (0.0, 0.125, 0.5)  # where limits lie between the smallest and the budget
 GRAINS = (1, 4, 16)  # natural pieces hold at most the budget divided by one of these
-FILLED_GRAINS = (1, 2, 4)  # the same for packings by filling
+FILLED_GRAINS = (1, 2)  # the same for packings by filling
 SLOT_GAIN = 0.01  # share of the first objective that a plan with more slots has to gain
 REFINED = 3  # candidates that are refined, at least
-REFINED_BINS = 400  # and as many as hold this many bins together
-TRIAL_STEPS = 20_000  # units that each packing is repacked by
-REPACKED = 3  # packings that are repacked for longer: of least work and, one of them, of fewest bins
-UNIT_STEPS = 200_000  # units that each of those is repacked by
-LEVELLED = 3  # refined candidates that are levelled
-LEVEL_STEPS = 50_000  # units that each of those is levelled by
-EVENED = 3  # refined candidates that are repacked towards even bins
+REFINED_BINS = 150  # and as many as hold this many bins together
+TRIED = 3  # packings that are repacked: of least work and, one of them, of fewest bins
+TRIAL_STEPS = 10_000  # units that each of those is repacked by
+REPACKED = 2  # of the results, packings that are repacked for longer, chosen likewise
+UNIT_STEPS = 80_000  # units that each of those is repacked by, and the best of them once more
+WORK_UNIT_STEPS = 120_000  # the same if total work decides alone, as with one replica: nothing is levelled then
+LEVELLED = 2  # refined candidates that are levelled
+LEVEL_STEPS = 40_000  # units that each of those is levelled by
+WORK_LEVEL_STEPS = 100_000  # the same if total work comes first: nothing is evened then
+EVENED = 2  # refined candidates that are repacked towards even bins
 EVEN_STEPS = 40_000  # units that each of those is repacked by
 
 
@@ -57,9 +61,10 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
     joinable = cheapest_partition(np.maximum(units.cut_work - common, 0), starts, most=True)
     pieces.append(list(zip(joinable, [*joinable[1:], len(units)], strict=True)))
     packings = [pack(units, p, max_rows, None, order, "fullest") for p in pieces for order in ORDERS]
-    packings += _repacked(units, max_rows, cheapest, pieces[-1], min(packings, key=len))
-    fewest = min(fewest_ranges(units, max_rows), *map(len, packings))
     work_first = objective[0] == 0
+    unit_steps = WORK_UNIT_STEPS if work_first or num_replicas == 1 else UNIT_STEPS
+    packings += _repacked(units, max_rows, unit_steps, cheapest, pieces[-1], min(packings, key=len))
+    fewest = min(fewest_ranges(units, max_rows), *map(len, packings))
 
     drafts = []
     for num_slots in sorted({-(-fewest // num_replicas), -(-len(cheapest) // num_replicas)}):
@@ -80,8 +85,8 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
             evened = [_evened(draft) for draft in of_size[:EVENED]]
             of_size += [draft for draft in evened if draft.num_slots == num_slots]
             of_size.sort(key=lambda draft: rank(draft, objective))
-        for draft in of_size[: LEVELLED if num_replicas > 1 else 0]:
-            level(draft, objective, LEVEL_STEPS)
+        for draft in with_least_work(of_size, LEVELLED) if num_replicas > 1 else []:
+            level(draft, objective, WORK_LEVEL_STEPS if work_first else LEVEL_STEPS)
             place(draft.bins, num_replicas)
         best.append(min(of_size, key=lambda draft: rank(draft, objective)))
     chosen = best[0]
@@ -92,18 +97,34 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
 
 
 def _repacked(
-    units: Units, max_rows: int, cheapest: list[int], joinable: list[tuple[int, int]], packing: list[list[int]]
+    units: Units,
+    max_rows: int,
+    unit_steps: int,
+    cheapest: list[int],
+    joinable: list[tuple[int, int]],
+    packing: list[list[int]],
 ) -> list[list[list[int]]]:
-    """Repacked partitions and packings: all for a short while, the cheapest for longer."""
+    """Repacked partitions and packings: a few for a short while, the cheapest for longer."""
     started = [packing, [list(range(s, e)) for s, e in zip(cheapest, [*cheapest[1:], len(units)], strict=True)]]
     grains = [units.natural_pieces(max(1, max_rows // grain)) for grain in FILLED_GRAINS]
     started += [pack_by_filling(units, pieces, max_rows) for pieces in (joinable, *grains)]
-    tried = [repack(units, bins, max_rows, TRIAL_STEPS) for bins in started]
+    by_work, by_count = _sorted_by_work(units, started, max_rows), sorted(started, key=len)
+    least = least_rows(units, max_rows)
+    tried = [
+        repack(units, bins, max_rows, TRIAL_STEPS, least_rows=least) for bins in _first_few(by_work, by_count, TRIED)
+    ]
     by_work, by_count = _sorted_by_work(units, tried, max_rows), sorted(tried, key=len)
-    chosen = [by_work[0], *(bins for bins in by_count[:1] if bins is not by_work[0]), *by_work[1:]][:REPACKED]
-    longer = [repack(units, bins, max_rows, UNIT_STEPS) for bins in chosen]
-    again = repack(units, _sorted_by_work(units, longer, max_rows)[0], max_rows, UNIT_STEPS)
+    longer = [
+        repack(units, bins, max_rows, unit_steps, least_rows=least) for bins in _first_few(by_work, by_count, REPACKED)
+    ]
+    again = repack(units, _sorted_by_work(units, longer, max_rows)[0], max_rows, unit_steps, least_rows=least)
     return [*tried, *longer, again]
+
+
+def _first_few(by_work: list[list[list[int]]], by_count: list[list[list[int]]], most: int) -> list[list[list[int]]]:
+    """The packing of least work, the one of fewest bins, then the others by work."""
+    chosen = [by_work[0], *(bins for bins in by_count[:1] if bins is not by_work[0])]
+    return [*chosen, *(bins for bins in by_work if not any(bins is c for c in chosen))][:most]
 
 
 def _sorted_by_work(units: Units, packings: list[list[list[int]]], max_rows: int) -> list[list[list[int]]]:
@@ -140,9 +161,15 @@ def rank(draft: Draft, objective: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def most_promising(drafts: list[Draft], objective: tuple[int, ...]) -> list[Draft]:
-    """The drafts worth refining: the best few, more of them if they are small."""
+    """The drafts worth refining: the best few, more of them if they are small, and the one of least total work."""
     drafts = sorted(drafts, key=lambda draft: rank(draft, objective))
-    return drafts[: max(REFINED, REFINED_BINS // len(drafts[0].bins))] if drafts else []
+    return with_least_work(drafts, max(REFINED, REFINED_BINS // len(drafts[0].bins))) if drafts else []
+
+
+def with_least_work(drafts: list[Draft], count: int) -> list[Draft]:
+    """The first few drafts, and the one of least total work: it has most to gain from being evened out."""
+    least = min(drafts, key=lambda draft: draft.total_work)
+    return drafts[:count] + ([] if any(draft is least for draft in drafts[:count]) else [least])
 
 
 def fewest_ranges(units: Units, limit: int) -> int:

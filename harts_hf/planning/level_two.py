@@ -17,13 +17,13 @@ from .units import Units
 from .window_partition import Range, cheapest_windows, shared_prefixes
 from .window_placement import place_windows
 
+LIMIT_GRID = 64  # limits are multiples of the budget's share, so that one program serves several numbers of slots
 LIMIT_STEPS = (0.03, 0.1, 0.3, 1.0)  # where limits lie between the smallest that fits and the budget
-BISECTIONS = 6
 PENALTIES = (0.0, 0.06)  # work that a range is taken to cost in addition, as a share of the limit
 COARSE_UNITS = 600  # units of the exact program; refinement moves the finer ones
 LEVELLED = 2  # refined candidates that are levelled
 LEVEL_ROUNDS = 2  # with placement improved in between
-LEVEL_STEPS = 60_000  # units of a round
+LEVEL_STEPS = 25_000  # units of a round
 
 
 def plan_with_windows(plain: Draft, max_prefix: int, objective: tuple[int, ...]) -> Draft:
@@ -79,23 +79,25 @@ class _Search:
     def candidates(self, num_slots: int, num_replicas: int, penalty: float) -> list[Draft]:
         """Drafts on a grid: at the smallest limit of rows that bisection finds to fit, and at some above."""
 
-        def build(limit: int) -> Draft | None:
+        def build(step: int) -> Draft | None:
+            limit = -(-self.max_rows * step // LIMIT_GRID)
             ranges, windows = self._solve(limit, penalty)
             return place_windows(self.units, ranges, windows, limit, self.max_rows, num_slots, num_replicas)
 
-        low, high = min(-(-self.units.total_rows // (num_slots * num_replicas)), self.max_rows), self.max_rows
+        least = -(-self.units.total_rows // (num_slots * num_replicas))
+        low, high = min(least * LIMIT_GRID // self.max_rows, LIMIT_GRID), LIMIT_GRID
         drafts = []
-        for _ in range(BISECTIONS):
+        while low < high:
             middle = (low + high) // 2
             draft = build(middle)
             if draft is None:
-                low = middle
+                low = middle + 1
             else:
                 high = middle
                 drafts.append(draft)
         drafts = drafts[-2:]
-        for step in LIMIT_STEPS:
-            draft = build(round(high + step * (self.max_rows - high)))
+        for step in sorted({high + round(share * (LIMIT_GRID - high)) for share in LIMIT_STEPS}):
+            draft = build(step)
             if draft is not None:
                 drafts.append(draft)
         return drafts

@@ -9,10 +9,12 @@ by the size of the draft, never by a clock, so that every rank takes the same on
 from bisect import bisect_left
 from itertools import accumulate
 
+import numpy as np
+
 from .draft import Bin, Draft
 from .seating import Seating
 
-MAX_RUNS = 24  # runs of a bin that are tried, larger subtrees first
+MAX_RUNS = 16  # runs of a bin that are tried, larger subtrees first
 MAX_TARGETS = 8  # bins with the most room that are tried, in the whole step and in the slot
 MAX_SWAPS = 4  # exchanges with a bin that are evaluated, closest to even first
 IDLE_SHARE = 1 / 500  # a slot whose replicas idle less than this share of its work is left alone
@@ -80,9 +82,13 @@ class _Search(Seating):
     def __init__(self, draft: Draft, objective: tuple[int, ...]):
         self.draft = draft
         self.objective = [k for k in objective if k < 2]  # the largest replica work follows from the slots' evenness
+        self.slots_first = self.objective[0] == 1
         self.units = draft.units
         super().__init__(draft)
         self.runs: dict[int, _Runs] = {}  # by identity of a bin, dropped when the bin changes
+        self.work = np.array([b.work for b in draft.bins])
+        self.slot_of = np.array([b.slot for b in draft.bins])
+        self.index = {id(b): k for k, b in enumerate(draft.bins)}
         self.steps_left = 20 * len(draft.bins) + 200
 
     def idle_work(self, slot: int) -> int:
@@ -102,6 +108,7 @@ class _Search(Seating):
         self.put([(b, members, *self.draft.charge(members, b.window, b.produces)) for b, members in best])
         for b, _ in best:
             self.runs.pop(id(b), None)
+            self.work[self.index[id(b)]] = b.work
         return True
 
     def _runs_of(self, b: Bin) -> _Runs:
@@ -111,9 +118,9 @@ class _Search(Seating):
 
     def _targets(self, heavy: Bin) -> list[Bin]:
         """Bins with the most room below their slot's heaviest, and the lightest ones of the same slot."""
-        heaviest = self.heaviest
-        others = sorted((b for b in self.draft.bins if b is not heavy), key=lambda b: b.work - heaviest[b.slot])
-        targets = others[:MAX_TARGETS]
+        room = self.work - np.array(self.heaviest)[self.slot_of]
+        room[self.index[id(heavy)]] = 1  # last, since no other is above 0
+        targets = [self.draft.bins[k] for k in np.argsort(room, kind="stable")[:MAX_TARGETS] if room[k] < 1]
         same = sorted((b for b in self.slots[heavy.slot] if b is not heavy), key=lambda b: b.work)
         return targets + [b for b in same[:MAX_TARGETS] if b not in targets]
 
@@ -121,8 +128,14 @@ class _Search(Seating):
         best, best_change = None, self._no_change()
         room = self._targets(heavy)
         runs = self._runs_of(heavy)
+        cuts, shared_work, max_rows = [*self.units.cuts, 0], self.units.cost.shared_work, self.draft.max_rows
+        second = max((b.work for b in self.slots[heavy.slot] if b is not heavy), default=0)
         for k, (start, end) in enumerate(runs.spans):
             run = heavy.members[start:end]
+            # no bin shares more with the run than the neighbours of its ends do
+            most = max(cuts[run[0]], cuts[run[-1] + 1])
+            least_rows, least_work = runs.rows[k] - most, runs.work[k] - shared_work(most)
+            relief = max(second, heavy.work - runs.freed[k]) - heavy.work
             targets = list(room)
             for neighbour in (run[0] - 1, run[-1] + 1):
                 if 0 <= neighbour < len(self.owner):
@@ -130,6 +143,11 @@ class _Search(Seating):
                     if b is not heavy and b not in targets:
                         targets.append(b)
             for b in targets:
+                if b.window is None and b.rows + least_rows > max_rows:
+                    continue
+                if self.slots_first and b.window is None and b.slot != heavy.slot:
+                    if relief + max(0, b.work + least_work - self.heaviest[b.slot]) > best_change[0]:
+                        continue
                 at = bisect_left(b.members, run[0])
                 part = self.draft.part_with(b, run) if b.members else None
                 if part is None:
@@ -142,7 +160,7 @@ class _Search(Seating):
                     where = bisect_left(part, run[0])
                     rows, work = self._joining(part, where, run, runs.rows[k], runs.work[k])
                     joined = b.members[:at] + run + b.members[at:]
-                if b.rows + rows > self.draft.max_rows:
+                if b.rows + rows > max_rows:
                     continue
                 change = self._change(heavy, -runs.freed[k], b, work)
                 if change >= best_change:
@@ -173,13 +191,11 @@ class _Search(Seating):
         for b in self._targets(heavy):
             theirs = self._runs_of(b)
             wanted = (heavy.work - b.work) // 2
-            pairs = [
-                (abs(freed - other - wanted), i, j)
-                for i, freed in enumerate(ours.freed)
-                for j, other in enumerate(theirs.freed)
-                if 0 < freed - other < 2 * wanted
-            ]
-            for _, i, j in sorted(pairs)[:MAX_SWAPS]:
+            off = np.abs(np.subtract.outer(np.array(ours.freed), np.array(theirs.freed)) - wanted).ravel()
+            for pair in np.argsort(off, kind="stable")[:MAX_SWAPS].tolist():
+                if off[pair] >= wanted:
+                    break  # the two bins would be less even than before
+                i, j = divmod(pair, len(theirs.freed))
                 (start, end), (other_start, other_end) = ours.spans[i], theirs.spans[j]
                 given, taken = heavy.members[start:end], b.members[other_start:other_end]
                 heavy_members = sorted(heavy.members[:start] + heavy.members[end:] + taken)

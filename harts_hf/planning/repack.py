@@ -8,26 +8,30 @@ at equal work the sum of squared rows does not fall: room gathers in few bins, u
 does not grow instead, and bins are filled to even shares. Random choices come from a fixed seed.
 """
 
+from itertools import accumulate
 from random import Random
 
 import numpy as np
 
 from .fill import fill
 from .partition import cheapest_partition, first_starts
-from .subtrees import children, random_pieces
+from .subtrees import random_order, random_pieces
 from .units import Units
 
 SEED = 0
 STEP_OVERHEAD = 20  # a step costs as much as packing this many units
 PATIENCE = 10  # steps without a gain, for each unit and bin, after which the search ends
 BIN_WORK = 0.02  # of the budget: what a bin is taken to cost in addition
-BINS_TAKEN = (2, 3, 4, 5, 6)
+BINS_TAKEN = (3, 4, 6, 8, 10)
 MAX_PIECES = 32  # subtrees that a filling chooses from; more of them are joined to neighbours
-FILLED_SHARE = 0.7  # steps that fill; the others partition
+FILLED_SHARE = 0.25  # steps that fill; the others partition
+EVEN_FILLED_SHARE = 0.7  # the same with `even`: only filling aims at even shares
 LED_SHARE = 0.7  # fillings whose bins each start with the largest subtree left
 
 
-def repack(units: Units, bins: list[list[int]], max_rows: int, unit_steps: int, even: bool = False) -> list[list[int]]:
+def repack(
+    units: Units, bins: list[list[int]], max_rows: int, unit_steps: int, even: bool = False, least_rows: int = 0
+) -> list[list[int]]:
     """Bins of no more total work and number, weighed together, than the given ones.
 
     Args:
@@ -36,19 +40,24 @@ def repack(units: Units, bins: list[list[int]], max_rows: int, unit_steps: int, 
         max_rows: most rows of a bin; a unit above it stays a bin of its own.
         unit_steps: units packed again over all steps, which bounds the time whatever the bins hold.
         even: let the sum of squared rows fall instead of grow, so that bins come closer to each other.
+        least_rows: a lower bound of all bins' rows; the search ends when as few bins as hold it have no more rows.
     """
     search = _Repacking(units, max_rows, bins, even)
     idle_steps = 0
+    least_bins = max(2, -(-least_rows // max_rows) - len(search.fixed))
     while len(search.bins) > 1 and unit_steps > 0 and idle_steps < PATIENCE * len(units) * len(search.bins):
         repacked, gained = search.step()
         unit_steps -= repacked + STEP_OVERHEAD
         idle_steps = 0 if gained else idle_steps + 1
+        if gained and len(search.bins) <= least_bins and search.total_rows <= least_rows:
+            break
     return search.fixed + search.bins
 
 
 class _Repacking:
     def __init__(self, units: Units, max_rows: int, bins: list[list[int]], even: bool):
         self.units, self.max_rows, self.even = units, max_rows, even
+        self.filled_share = EVEN_FILLED_SHARE if even else FILLED_SHARE
         self.random = Random(SEED)
         self.bin_work = round(BIN_WORK * max_rows)
         self.fixed = [members for members in bins if units.unit_rows[members[-1]] > max_rows]
@@ -63,7 +72,7 @@ class _Repacking:
             return 0, False
         members = sorted([u for b in taken for u in self.bins[b]])
         cuts = [0, *self.units.neighbour_lcps(members)]
-        pack = self._filled if self.random.random() < FILLED_SHARE else self._partitioned
+        pack = self._filled if self.random.random() < self.filled_share else self._partitioned
         packed = pack(members, cuts, len(taken))
         if packed is None:
             return len(members), False
@@ -77,18 +86,25 @@ class _Repacking:
             self._replace(taken, packed, values)
         return len(members), loss < (0, 0)
 
+    @property
+    def total_rows(self) -> int:
+        """Rows of all bins."""
+        return sum(self.units.charge(members)[0] for members in (*self.fixed, *self.bins))
+
     def _choose(self) -> list[int]:
         """A random bin and a few more: owners of its members' neighbours, or any."""
-        random, bins = self.random, self.bins
-        first = random.randrange(len(bins))
-        taken = {first: None}
-        for _ in range(random.choice(BINS_TAKEN) - 1):
-            if random.random() < 0.5:
-                other = self.owner.get(random.choice(bins[first]) + random.choice((-1, 1)), first)
+        draw, bins = self.random.random, self.bins  # randrange and choice take five times as long
+        first = int(draw() * len(bins))
+        taken = [first]
+        for _ in range(BINS_TAKEN[int(draw() * len(BINS_TAKEN))] - 1):
+            if draw() < 0.5:
+                unit = bins[first][int(draw() * len(bins[first]))]
+                other = self.owner.get(unit + (1 if draw() < 0.5 else -1), first)
             else:
-                other = random.randrange(len(bins))
-            taken[other] = None
-        return list(taken)
+                other = int(draw() * len(bins))
+            if other not in taken:
+                taken.append(other)
+        return taken
 
     def _value(self, members: list[int]) -> tuple[int, int]:
         """Work of a bin with `bin_work`, and its rows squared."""
@@ -113,10 +129,11 @@ class _Repacking:
     def _filled(self, members: list[int], cuts: list[int], num_bins: int) -> list[list[int]] | None:
         """Subtrees of a random division, bin after bin; `None` if a subtree does not fit."""
         random, unit_rows = self.random, self.units.unit_rows
+        added = list(accumulate([unit_rows[u] - c for u, c in zip(members, cuts, strict=True)], initial=0))
         pieces = random_pieces(cuts, MAX_PIECES, random)
         shared = min(cuts[1:])
         room = self.max_rows - shared  # a bin holds what all units share, and pieces beyond it
-        sizes = [sum([unit_rows[u] for u in members[s:e]]) - sum(cuts[s + 1 : e]) - shared for s, e in pieces]
+        sizes = [added[e] - added[s] + cuts[s] - shared for s, e in pieces]
         if max(sizes) > room:
             return None
         led = random.random() < LED_SHARE
@@ -141,26 +158,8 @@ class _Repacking:
     def _partitioned(self, members: list[int], cuts: list[int], num_bins: int) -> list[list[int]]:
         """The cheapest partition of a random depth-first order."""
         units = self.units
-        order, between = self._random_order(members, cuts)
+        order, between = random_order(cuts, self.random)
+        order = [members[k] for k in order]
         rows, cut = units.rows[order], np.array(between)
         starts = cheapest_partition(units.cost.shared_work(cut), first_starts(rows, rows - cut, self.max_rows))
         return [sorted(order[s:e]) for s, e in zip(starts, [*starts[1:], len(order)], strict=True)]
-
-    def _random_order(self, members: list[int], cuts: list[int]) -> tuple[list[int], list[int]]:
-        """Units in a random depth-first order of their tree, and each one's LCP with the one before it."""
-        order: list[int] = []
-        between: list[int] = []
-        pending = [(0, len(members), 0)]  # a subtree and its LCP with what stands before it
-        while pending:
-            start, end, cut = pending.pop()
-            if end - start == 1:
-                order.append(members[start])
-                between.append(cut)
-                continue
-            subtrees = children(cuts, start, end)
-            fork = cuts[subtrees[1][0]]
-            self.random.shuffle(subtrees)
-            # the first child stands next to what is before the subtree
-            pending += [(s, e, fork) for s, e in subtrees[:0:-1]]
-            pending.append((*subtrees[0], cut))
-        return order, between

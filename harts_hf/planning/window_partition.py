@@ -18,7 +18,7 @@ from .draft import SharedPrefix
 from .partition import first_starts
 from .units import Units
 
-MIN_GAIN = 64  # a fork is kept if it is deeper than the one above by limit / MIN_GAIN rows
+MIN_GAIN = 32  # a fork is kept if it is deeper than the one above by limit / MIN_GAIN rows
 
 
 @dataclass(frozen=True)

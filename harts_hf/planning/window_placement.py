@@ -4,6 +4,7 @@ A window that is longer than the step has slots, or that no replica has room for
 own producer. A heuristic: longest windows first, each on the fullest replica that still holds it.
 """
 
+from bisect import insort
 from dataclasses import dataclass
 
 from .draft import Bin, Draft, SharedPrefix
@@ -43,10 +44,9 @@ def place_windows(
     free = [num_slots] * num_replicas
     columns: list[list[_Chain]] = [[] for _ in range(num_replicas)]
     singles = [chain for chain in waiting if chain.prefix is None]
-    waiting = [chain for chain in waiting if chain.prefix is not None]
+    waiting = sorted([chain for chain in waiting if chain.prefix is not None], key=_longest_last)
     while waiting:
-        waiting.sort(key=lambda chain: (-len(chain.ranges), chain.ranges[0]))
-        chain = waiting.pop(0)
+        chain = waiting.pop()
         room = [(f, r) for r, f in enumerate(free) if f >= len(chain.ranges)]
         if room:
             room_left, replica = min(room)
@@ -60,8 +60,15 @@ def place_windows(
         columns[replica].append(head)
         free[replica] -= len(head.ranges)
         for part in rest:
-            (singles if part.prefix is None else waiting).append(part)
+            if part.prefix is None:
+                singles.append(part)
+            else:
+                insort(waiting, part, key=_longest_last)
     return _draft(units, columns, singles, free, max_rows, num_slots)
+
+
+def _longest_last(chain: _Chain) -> tuple[int, int]:
+    return len(chain.ranges), -chain.ranges[0][0]
 
 
 def _chains(ranges: list[Range], windows: list[SharedPrefix]) -> list[_Chain]:
@@ -142,22 +149,35 @@ def _draft(units, columns, singles, free, max_rows: int, num_slots: int) -> Draf
         start, end = singles[k].ranges[0] if k < len(singles) else (0, 0)
         put(slot, replica, start, end, None, False)
     draft = Draft(units, max_rows, len(columns), bins, windows)
-    fits = all(_join(draft, *chain.ranges[0]) for chain in singles[len(cells) :])
-    return draft if fits else None
+    return draft if _join(draft, [chain.ranges[0] for chain in singles[len(cells) :]]) else None
 
 
-def _join(draft: Draft, start: int, end: int) -> bool:
-    """Add a range to the bin that stays lightest; False if it fits none."""
-    run = list(range(start, end))
-    for b in sorted(draft.bins, key=lambda b: b.work):
-        if not b.members and b.window is not None:
+def _join(draft: Draft, ranges: list[tuple[int, int]]) -> bool:
+    """Add each range to the lightest bin that has room for it; False if one fits none."""
+    lightest = sorted([b for b in draft.bins if b.members or b.window is None], key=lambda b: b.work)
+    for start, end in ranges:
+        b = _join_one(draft, lightest, start, end)
+        if b is None:
+            return False
+        lightest.remove(b)
+        insort(lightest, b, key=lambda b: b.work)
+    return True
+
+
+def _join_one(draft: Draft, lightest: list[Bin], start: int, end: int) -> Bin | None:
+    units, run = draft.units, list(range(start, end))
+    # no bin shares more with the range than the neighbours of its ends do
+    most = max(units.cuts[start], units.cuts[end] if end < len(units) else 0)
+    least = int(units.range_rows(start, end)) - most
+    for b in lightest:
+        if b.rows + least > draft.max_rows:
             continue
         members = sorted(b.members + run)
         rows, work = draft.charge(members, b.window, b.produces)
         if rows <= draft.max_rows:
             b.members, b.rows, b.work = members, rows, work
-            return True
-    return False
+            return b
+    return None
 
 
 def _prefix_work(units: Units, chain: _Chain) -> int:
