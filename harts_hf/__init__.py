@@ -17,6 +17,7 @@ _MODULE_OF = {
     "enable_tree_forward": "models.enable",
     "disable_tree_forward": "models.enable",
     "tree_logprobs": "forward",
+    "ExpertBiasCallback": "trainers.expert_bias",
     "TreeGRPOConfig": "trainers.grpo_config",
     "TreeGRPOTrainer": "trainers.grpo_trainer",
 }
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
     from .models.enable import UnsupportedModelError, disable_tree_forward, enable_tree_forward
     from .planning.microbatches import plan_step
     from .planning.rounds import plan_rounds
+    from .trainers.expert_bias import ExpertBiasCallback
     from .trainers.grpo_config import TreeGRPOConfig
     from .trainers.grpo_trainer import TreeGRPOTrainer
     from .tree import PrefixTree
 
 __all__ = [
     "DataCollatorWithPrefixTree",
+    "ExpertBiasCallback",
     "PrefixTree",
     "TreeGRPOConfig",
     "TreeGRPOTrainer",

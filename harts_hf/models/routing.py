@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .families import Family
+from .families import Family, UnsupportedModelError, family_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,3 +110,20 @@ def record_expert_loads(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def expert_biases(model) -> list[torch.Tensor]:
+    """The buffers `[E]` that a causal LM's routers add to their scores to choose experts, one per MoE layer.
+
+    Raises:
+        UnsupportedModelError: the model has no router, or its routers have no such bias.
+    """
+    name = family_of(model).router_class
+    routers = [module for module in model.modules() if type(module).__name__ == name]
+    biases = [router.e_score_correction_bias for router in routers if "e_score_correction_bias" in router._buffers]
+    if not routers or len(biases) < len(routers):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no router with a correction bias (e_score_correction_bias): its experts are "
+            "balanced by an auxiliary loss, if at all"
+        )
+    return biases

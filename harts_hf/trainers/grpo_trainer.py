@@ -98,6 +98,7 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
         if self.ref_model is not None:
             enable_tree_forward(self.accelerator.unwrap_model(self.ref_model))
         self._oracle = LossOracle(self)
+        self.expert_loads: torch.Tensor | None = None  # of the last optimizer step and this process, [L, E]
         self._micro_batches: list[dict[str, Any]] = []  # the stock micro-batches of the optimizer step at hand
 
     # ---- log-probs: old policy, reference, evaluation
@@ -234,6 +235,7 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
         )
         total = self._report(model, step)
         statistics.log(self._metrics["train"])
+        self.expert_loads = statistics.expert_loads
         return total
 
     def _placed(self, inputs: dict[str, Any], micro_batch: int) -> list[PlacedTrajectory]:

@@ -12,6 +12,9 @@ class TreeStatistics:
     Args:
         plan ([`StepPlan`]): the step's plan.
         plan_seconds (`float`): wall time of making it.
+
+    Attributes:
+        expert_loads (`[L, E]`, fp32, or `None`): expanded tokens that each expert of each MoE layer has received.
     """
 
     def __init__(self, plan: StepPlan, plan_seconds: float):
@@ -19,7 +22,7 @@ class TreeStatistics:
         self._plan_seconds = plan_seconds
         self._replay_tokens = 0
         self._rounds = 0
-        self._expert_loads: torch.Tensor | None = None
+        self.expert_loads: torch.Tensor | None = None
 
     def add(self, result: MicrobatchResult) -> None:
         """Count the replay, rounds and expert loads of a microbatch, or of a window's producer, that has run."""
@@ -28,7 +31,7 @@ class TreeStatistics:
             self._rounds += rounds.num_rounds
         loads = result.output.expert_loads
         if loads is not None:
-            self._expert_loads = loads if self._expert_loads is None else self._expert_loads + loads
+            self.expert_loads = loads if self.expert_loads is None else self.expert_loads + loads
 
     def log(self, metrics: dict[str, list[float]]) -> None:
         """Append one value per statistic to `metrics` (metric name -> values), under `tree/`.
@@ -47,6 +50,6 @@ class TreeStatistics:
         metrics["tree/rounds"].append(self._rounds)
         metrics["tree/balance"].append(plan.balance)
         metrics["tree/plan_seconds"].append(self._plan_seconds)
-        if self._expert_loads is not None:
-            loads = self._expert_loads
+        if self.expert_loads is not None:
+            loads = self.expert_loads
             metrics["tree/expert_load_max_over_mean"].append((loads.amax(1) / loads.mean(1)).mean().item())
