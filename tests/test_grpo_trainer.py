@@ -230,7 +230,10 @@ def test_vllm_importance_sampling(config, checkpoint, tmp_path):
     assert max(metric_errors(tree, stock).values()) <= max(2 * max(metric_errors(other, stock).values()), 1e-5)
 
 
-@pytest.mark.parametrize("options", [{"sharing_windows": False}, {"max_window_gib": 0.0}, {"offload_producers": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{"sharing_windows": False}, {"max_window_gib": 0.0, "gradient_checkpointing": True}, {"offload_producers": True}],
+)
 def test_window_options_move_no_number(options, checkpoint, tmp_path):
     runs = [
         train(TreeGRPOTrainer, checkpoint, tmp_path, max_tokens_per_microbatch=110, **extra) for extra in ({}, options)
@@ -321,8 +324,14 @@ def test_failure_in_a_microbatch_leaves_no_gradient(plan, checkpoint, tmp_path, 
 def test_refused_options(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="max_tokens_per_microbatch"):
         TreeGRPOConfig(output_dir=str(tmp_path), max_tokens_per_microbatch=0, use_cpu=True)
-    with pytest.raises(ValueError, match="max_window_gib"):
-        TreeGRPOConfig(output_dir=str(tmp_path), max_window_gib=-1.0, use_cpu=True)
+    for options in (
+        {"max_window_gib": -1.0},
+        {"max_window_gib": 1.0, "gradient_checkpointing": False},
+        {"max_window_gib": 1.0, "sharing_windows": False},
+        {"offload_producers": True, "sharing_windows": False},
+    ):
+        with pytest.raises(ValueError, match="max_window_gib"):
+            TreeGRPOConfig(output_dir=str(tmp_path), use_cpu=True, **options)
     with pytest.raises(ValueError, match="use_reentrant=False.*sharing_windows=False"):
         options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
         train(TreeGRPOTrainer, checkpoint, tmp_path, **options)

@@ -188,6 +188,8 @@ def test_inputs_that_do_not_fit_raise():
         linear_log_probs(hidden, weight, targets, implementation="cute")
     with pytest.raises(ValueError, match="'triton' computes in fp32"):
         linear_log_probs(hidden, weight, targets, implementation="triton")
+    with pytest.raises(ValueError, match="'triton' needs CUDA tensors"):
+        linear_log_probs(hidden.float(), weight.float(), targets, implementation="triton")
     with pytest.raises(ValueError, match="tile must be"):
         linear_log_probs(hidden, weight, targets, tile=(0, 10))
 

@@ -11,6 +11,7 @@ from test_attention_tiles import sequences_of
 from torch.utils.checkpoint import checkpoint
 
 from harts_hf.batch import CompactBatch
+from harts_hf.kernels.attention_layout import AttentionLayout
 from harts_hf.kernels.tree_attention import tree_attention
 from harts_hf.kernels.tree_attention_flash4 import flash4_is_installed
 from harts_hf.tree import PrefixTree
@@ -170,12 +171,33 @@ def test_flex_equals_trajectories_alone_in_fp32(tree):
         assert error(a, t) < 1e-5, name
 
 
-def test_a_wrong_tree_is_caught():
+@pytest.mark.parametrize("prefix_rows", [1, 129, 600])
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_rows_behind_a_given_prefix(implementation, prefix_rows):
+    """Keys and values of the first rows are given: outputs of the others and all gradients, against the whole tree."""
+    setting = Setting(TREES["1025"], MLA)
+    whole = setting.batch.attention_layout()
+    behind = AttentionLayout(whole.subtree_end, whole.position_ids, prefix_rows)
+    generator = torch.Generator("cuda").manual_seed(1)
+    weight = torch.randn(1, setting.batch.num_rows, 4, 128, generator=generator, device="cuda")[:, prefix_rows:]
+    results = []
+    for dtype, layout, first, name in ((torch.float64, whole, 0, "sdpa"), (torch.bfloat16, behind, prefix_rows, None)):
+        q, k, v = (x.to(dtype).requires_grad_() for x in setting.inputs)
+        output = tree_attention(
+            q[:, :, first:], k, v, layout, scale=setting.scale, implementation=name or implementation
+        )[:, prefix_rows - first :]
+        results.append([output, *torch.autograd.grad((output.to(weight) * weight).sum(), (q, k, v))])
+    for name, expected, actual in zip(("output", "q", "k", "v"), *results, strict=True):
+        assert error(actual, expected.double()) < 1e-2, name  # bf16: 2 ** -8 a rounding; a dropped prefix gives 1
+
+
+@pytest.mark.parametrize("implementation", BACKENDS)
+def test_a_wrong_tree_is_caught(implementation):
     """Negative control: causal attention over the rows."""
     setting = Setting(TREES["two-level"], MLA)
     truth = setting.alone(torch.float64)
     setting.batch.attention_layout().subtree_end.fill_(setting.batch.num_rows)
-    assert error(setting.tree("flex", torch.bfloat16)[0], truth[0]) > 0.1
+    assert error(setting.tree(implementation, torch.bfloat16)[0], truth[0]) > 0.1
 
 
 def compilations(implementation) -> int:

@@ -17,7 +17,6 @@ from harts_hf.execution import ForwardOptions, Trajectory, forward_plan
 from harts_hf.planning.consumer_tree import consumer_tree
 from harts_hf.planning.microbatches import plan_step
 from harts_hf.planning.window_memory import WindowMemory
-from harts_hf.tree import PrefixTree
 
 SHORT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 
@@ -186,7 +185,9 @@ def test_frozen_layers_and_a_frozen_model():
     assert_equals_one_microbatch(model, sequences, plan, "head alone")
 
 
-@pytest.mark.parametrize("name", ["key", "value", "state", "conv_input", "g", "beta", "hidden", "log_probs"])
+@pytest.mark.parametrize(
+    "name", ["key", "value", "state", "conv_input", "g", "beta", "hidden", "log_probs", "entropies"]
+)
 def test_a_dropped_boundary_gradient_is_found(name, monkeypatch):
     original = Boundary.put
 
@@ -370,4 +371,3 @@ def test_a_consumer_needs_a_row_of_its_own():
     prefix = np.arange(5)
     with pytest.raises(ValueError, match="goes on"):
         consumer_tree([prefix, prefix[:3], np.array([7, 8])], prefix)
-    assert PrefixTree.from_sequences([prefix]).num_rows == 5

@@ -78,7 +78,7 @@ def random_window_step(rng, handoff, num_consumers, nested=None):
             cut = int(rng.integers(len(base), len(stem) + 1))
             add(np.concatenate([stem[:cut], tokens(rng, int(rng.integers(1, 70)))]))
         if rng.random() < 0.5:
-            add(members and sequences[members[0]])
+            add(sequences[members[0]])
         if rng.random() < 0.5:  # a step-wise sample that ends inside the prefix, or where it does
             add(base[: int(rng.integers(1, len(base) + 1))])
         if rng.random() < 0.4:

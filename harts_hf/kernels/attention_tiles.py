@@ -37,7 +37,7 @@ def classify_tiles(
     """Whether some, and whether all, pairs of each tile are visible: k <= q < subtree_end[k].
 
     Args:
-        subtree_end, position_ids: `[C]`, int64, of an [`AttentionLayout`].
+        subtree_end, position_ids: `[p + C]` or longer, int32 or int64, of an [`AttentionLayout`].
         q_tile, k_tile: rows of a tile; the last tiles may reach past C.
         window: if given, only keys with `position[q] - position[k] < window` are visible.
         first_query: nothing is asked of the rows before it. Tiles whose queries all lie there count as hidden, but for

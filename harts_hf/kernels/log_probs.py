@@ -100,6 +100,8 @@ def linear_log_probs(
         raise ValueError(f"unknown implementation {implementation!r}, expected one of {get_args(Implementation)}")
     if implementation == "triton" and hidden.dtype == torch.float64:
         raise ValueError("implementation 'triton' computes in fp32: use 'torch' for float64")
+    if implementation == "triton" and not hidden.is_cuda:
+        raise ValueError(f"implementation 'triton' needs CUDA tensors, got {hidden.device}: use 'torch'")
     devices = {x.device for x in (hidden, weight, targets, bias) if x is not None}
     if len(devices) > 1:
         raise ValueError(f"hidden, weight, targets and bias must be on one device, got {sorted(map(str, devices))}")

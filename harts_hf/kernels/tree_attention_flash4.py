@@ -14,6 +14,7 @@ last bits. A sum in a fixed order is not available for tile lists on Hopper.
 """
 
 import functools
+import importlib.metadata
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ import torch
 from .attention_layout import AttentionLayout
 from .attention_tiles import classify_tiles, list_tiles
 
+FLASH4_VERSION = "4.0.0b36"
 _FEWEST_ROWS = 256  # below, flash-attn-4 compiles again for a single tile
 
 
@@ -60,11 +62,21 @@ def flash4_refusal(q: torch.Tensor, v: torch.Tensor) -> str | None:
 
 @functools.cache
 def flash4_is_installed() -> bool:
-    """Whether flash-attn-4 can be imported."""
+    """Whether flash-attn-4 is installed, in the version whose tiles are known here.
+
+    Raises:
+        ImportError: it is installed in another version, or does not import.
+    """
     try:
-        _flash4()
-    except ImportError:
+        version = importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
         return False
+    if version != FLASH4_VERSION:
+        raise ImportError(
+            f"tree attention runs flash-attn-4 {FLASH4_VERSION}, but {version} is installed: install that version, or "
+            "remove it for FlexAttention"
+        )
+    _flash4()
     return True
 
 
@@ -85,7 +97,7 @@ def attend_flash4(
         v: `[1, Hkv, C, V]`.
 
     Returns:
-        `[1, C, H, V]`.
+        `[1, C, H, V]`; behind a given prefix C counts its rows, whose queries and outputs mean nothing.
 
     Raises:
         ImportError: flash-attn-4 is not installed.
@@ -112,7 +124,7 @@ def attend_flash4(
 
 
 def _tile_sizes(key_dim: int, value_dim: int) -> _Tiles:
-    """The tiles that flash-attn-4 4.0.0b36 runs at these widths on Hopper."""
+    """The tiles that `FLASH4_VERSION` runs at these widths on Hopper."""
     if key_dim <= 64:
         backward = (128, 128)
     elif key_dim <= 128:

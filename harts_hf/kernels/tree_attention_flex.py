@@ -38,7 +38,7 @@ def attend_flex(
         v: `[1, Hkv, C, V]`.
 
     Returns:
-        `[1, C, H, V]`, contiguous.
+        `[1, C, H, V]`, contiguous; behind a given prefix C counts its rows, whose queries and outputs mean nothing.
 
     Raises:
         RuntimeError: compilation is switched off, on CUDA.

@@ -31,7 +31,7 @@ def attend_varlen(
         v: `[1, Hkv, C, V]`; on CUDA padded to K, or q and k to V, since the kernel has one width.
 
     Returns:
-        `[1, C, H, V]`, contiguous.
+        `[1, C, H, V]`, contiguous; behind a given prefix C counts its rows, whose queries and outputs mean nothing.
 
     Raises:
         ValueError: on CUDA, inputs that are neither bf16 nor fp16.

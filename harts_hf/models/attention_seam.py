@@ -8,6 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from harts_hf.batch import CompactBatch
 from harts_hf.kernels.tree_attention import tree_attention
 
+from .boundary_seam import hand_over
 from .families import UnsupportedModelError
 
 
@@ -46,7 +47,7 @@ class _AttentionSeam:
         attention_mask: torch.Tensor | None,
         *args,
         harts_batch: CompactBatch | None = None,
-        harts_layer: int = -1,
+        harts_layer: int | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
         if harts_batch is None:
@@ -57,12 +58,10 @@ class _AttentionSeam:
             )
         if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
             raise UnsupportedModelError("tree attention supports neither a soft cap nor attention sinks")
-        if harts_batch.produces is not None:
-            harts_batch.produces.put(harts_layer, "key", key)
-            harts_batch.produces.put(harts_layer, "value", value)
-        if harts_batch.starts_from is not None:
-            key = harts_batch.starts_from.before(key, harts_layer, "key", dim=2)
-            value = harts_batch.starts_from.before(value, harts_layer, "value", dim=2)
+        if harts_layer is None:
+            raise UnsupportedModelError(f"{type(module).__name__} was not told the number of its layer")
+        key = hand_over(harts_batch, harts_layer, "key", key, dim=2)
+        value = hand_over(harts_batch, harts_layer, "value", value, dim=2)
         output = tree_attention(
             query,
             key,

@@ -1,4 +1,4 @@
-"""The boundary seam: how layers know which boundary tensors are theirs, and what follows the last layer."""
+"""The boundary seam: numbers of layers, handing over, and what recomputation must not be."""
 
 import contextlib
 from collections.abc import Iterator
@@ -31,15 +31,15 @@ def number_layers(backbone: torch.nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def hand_over(batch: CompactBatch, layer: int, name: str, own: torch.Tensor) -> torch.Tensor:
-    """Put what the batch computed for its own rows into the boundary it produces.
+def hand_over(batch: CompactBatch, layer: int, name: str, own: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Put what the batch computed for its own rows, along `dim`, into the boundary it produces.
 
     Returns:
         The same, behind what the boundary that the batch starts from has for the prefix's rows.
     """
     if batch.produces is not None:
         batch.produces.put(layer, name, own)
-    return own if batch.starts_from is None else batch.starts_from.before(own, layer, name)
+    return own if batch.starts_from is None else batch.starts_from.before(own, layer, name, dim=dim)
 
 
 def refuse_reentrant_checkpointing(backbone: torch.nn.Module) -> None:

@@ -56,7 +56,7 @@ def _conv_seam(
     activation: str | None = None,
     *,
     harts_batch: CompactBatch,
-    harts_layer: int = -1,
+    harts_layer: int,
     **kwargs,  # the model's own keyword arguments: masks and positions that a conv over rows has no use for
 ) -> torch.Tensor:
     width = weight.shape[-1]
@@ -81,7 +81,7 @@ def _chunk_seam(
     kind: str,
     harts_batch: CompactBatch,
     harts_safe_gate: bool,
-    harts_layer: int = -1,
+    harts_layer: int,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
@@ -91,14 +91,14 @@ def _chunk_seam(
         raise ValueError("a tree forward has no cache: call the model with use_cache=False")
     queries, inputs = query[0], {"key": key[0], "value": value[0], "g": g[0], "beta": beta[0]}
     source, sink = harts_batch.starts_from, harts_batch.produces
+    replayed = harts_batch.replayed_prefix_rows(CHUNK_SIZE)
     boundary_rows = []
     if sink is not None:
         last_boundary = sink.tokens - sink.tokens % CHUNK_SIZE
         for name, rows in inputs.items():  # those that a consumer replays
             sink.put(harts_layer, name, rows[max(0, last_boundary - sink.start) :])
         if last_boundary > sink.start:
-            boundary_rows.append(last_boundary - 1 - sink.start + harts_batch.replayed_prefix_rows(CHUNK_SIZE))
-    replayed = harts_batch.replayed_prefix_rows(CHUNK_SIZE)
+            boundary_rows.append(last_boundary - 1 - sink.start + replayed)
     if source is not None and replayed:
         inputs = {name: source.before(rows, harts_layer, name, rows=replayed) for name, rows in inputs.items()}
         queries = torch.cat([queries.new_zeros(replayed, *queries.shape[1:]), queries])  # a replayed row asks nothing

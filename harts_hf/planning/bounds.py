@@ -56,7 +56,7 @@ def least_slot_critical_rows(units: Units, max_rows: int, num_replicas: int) -> 
         num_replicas: microbatches of a slot.
     """
     low = max(int(units.rows.max()), -(-units.total_rows // num_replicas))
-    high = max(low, -(-least_rows(units, max_rows) // num_replicas), int(units.rows.sum()))
+    high = int(units.rows.sum())
     while low < high:
         middle = (low + high) // 2
         if least_rows(units, min(max_rows, middle)) <= middle * num_replicas:

@@ -44,9 +44,8 @@ def divide_long_paths(plan: StepPlan, lengths: Sequence[int], max_tokens: int, c
                 longest = max(microbatch.trajectories, key=lengths.__getitem__)
                 outer = None if microbatch.window is None else number[microbatch.window]
                 start = 0 if outer is None else windows[outer].prefix_tokens
-                ends = _ends(start, lengths[longest], max_tokens, chunk_size)
-                if microbatch.rows <= max_tokens:
-                    ends = []
+                is_long = microbatch.rows > max_tokens
+                ends = _ends(start, lengths[longest], max_tokens, chunk_size) if is_long else []
                 inner = add_chain(Window(longest, 0, replica, (s,)), ends, outer)
                 rows = microbatch.rows - (ends[-1] - start if ends else 0)
                 microbatch = Microbatch(microbatch.trajectories, rows, inner)

@@ -45,9 +45,9 @@ class WindowMemory:
             config: `PreTrainedConfig` of the text model, of a type in `SOFTMAX_WIDTH`.
             max_bytes: most bytes that a window may keep alive on a replica.
             dtype_bytes: bytes of an activation, 2 for bf16.
-            checkpoints: the producer is run with activation recomputation and keeps one hidden state per layer.
-                Without it the producer keeps all its activations, which no config tells: use `WindowMemory` with
-                measured bytes.
+            checkpoints: one hidden state per layer of a producer that is run with activation recomputation stays on
+                the device. False where they are offloaded. A producer without recomputation keeps all its
+                activations, which no config tells: use `WindowMemory` with measured bytes.
 
         Raises:
             ValueError: a model type outside of the table.

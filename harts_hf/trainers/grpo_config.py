@@ -27,15 +27,16 @@ class TreeGRPOConfig(GRPOConfig):
             `gradient_checkpointing` is on.
         max_window_gib (`float`, *optional*):
             Most memory that a window may keep alive, in GiB, estimated from the model's config; not bounded by
-            default. Prefixes that would take more are computed in each microbatch. The pieces of a trajectory above
-            `max_tokens_per_microbatch` are not bounded.
+            default. Needs `gradient_checkpointing`. Prefixes that would take more are computed in each microbatch.
+            The pieces of a trajectory above `max_tokens_per_microbatch` are not bounded.
         offload_producers (`bool`, *optional*, defaults to `False`):
             Keep what the backward of a window's producer needs, apart from what it hands over, in host memory while
             its microbatches run. With `gradient_checkpointing` these are the layers' inputs. Off by default: copies
             cost time, and the inputs are small.
 
     Raises:
-        ValueError: `max_tokens_per_microbatch` is below 1, or `max_window_gib` negative.
+        ValueError: `max_tokens_per_microbatch` is below 1, `max_window_gib` is negative or set without
+            `gradient_checkpointing`, or an option of sharing windows is set without them.
     """
 
     max_tokens_per_microbatch: int = field(
@@ -64,3 +65,10 @@ class TreeGRPOConfig(GRPOConfig):
             raise ValueError(f"max_tokens_per_microbatch must be at least 1 row, got {self.max_tokens_per_microbatch}")
         if self.max_window_gib is not None and self.max_window_gib < 0:
             raise ValueError(f"max_window_gib must not be negative, got {self.max_window_gib}")
+        if not self.sharing_windows and (self.max_window_gib is not None or self.offload_producers):
+            raise ValueError("max_window_gib and offload_producers belong to sharing_windows=True")
+        if self.max_window_gib is not None and not self.gradient_checkpointing:
+            raise ValueError(
+                "max_window_gib needs gradient_checkpointing=True: without it a window keeps all activations of its "
+                "producer, which the model's config does not tell"
+            )

@@ -97,6 +97,7 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
         refuse_dropout(causal_lm_of(self.model))
         if self.ref_model is not None:
             enable_tree_forward(self.accelerator.unwrap_model(self.ref_model))
+        self._window_memory = self._bound_windows()
         self._oracle = LossOracle(self)
         self.expert_loads: torch.Tensor | None = None  # of the last optimizer step and this process, [L, E]
         self._micro_batches: list[dict[str, Any]] = []  # the stock micro-batches of the optimizer step at hand
@@ -310,16 +311,24 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
         tree = PrefixTree.from_sequences([t.token_ids for t in placed])
         check_token_ids(tree, self._text_config)
         options = self._tree_options
-        memory = None
-        if options.max_window_gib is not None:
-            memory = WindowMemory.from_config(
-                self._text_config,
-                int(options.max_window_gib * 2**30),
-                dtype_bytes=2 if self.args.bf16 or self.args.fp16 else causal_lm_of(self.model).dtype.itemsize,
-                checkpoints=self.args.gradient_checkpointing,
-            )
         return plan_step(
-            tree, options.max_tokens_per_microbatch, windows=options.sharing_windows, window_memory=memory
+            tree,
+            options.max_tokens_per_microbatch,
+            windows=options.sharing_windows,
+            window_memory=self._window_memory,
+        )
+
+    def _bound_windows(self) -> WindowMemory | None:
+        """What a sharing window may keep alive on the device; None for no bound."""
+        options = self._tree_options
+        if options.max_window_gib is None:
+            return None
+        model = causal_lm_of(self.model)
+        return WindowMemory.from_config(
+            model.config.get_text_config(),
+            int(options.max_window_gib * 2**30),
+            dtype_bytes=2 if self.args.bf16 or self.args.fp16 else model.dtype.itemsize,
+            checkpoints=not options.offload_producers,
         )
 
     def _micro_steps_done(self) -> int:
