@@ -148,7 +148,8 @@ def main() -> None:
     compare = example.compare_stock if example.compare_stock is not None else example.model_name_or_path is None
     stock = train(StockTrainer)[1] if compare else None
     if trainer.is_world_process_zero():
-        print_table(config, tree, stock)
+        if tree.logs:  # a run shorter than logging_steps logs nothing
+            print_table(config, tree, stock)
         picture = output_dir / "rollout_tree.png"
         draw_first_step(trainer, picture)
         print(f"\nModel saved to {output_dir}, picture of the first step's tree to {picture}")

@@ -29,7 +29,10 @@ def main(arguments: list[str] | None = None) -> None:
     _add_plan(commands)
     _add_calibrate(commands)
     parsed = parser.parse_args(arguments)
-    parsed.run(parsed)
+    try:
+        parsed.run(parsed)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
 
 
 def _add_plan(commands) -> None:
@@ -43,7 +46,7 @@ def _add_plan(commands) -> None:
         "--calibration", type=Path, help="cost model written by `harts-hf calibrate --json`; default: rows"
     )
     plan.add_argument("--model", help="bound windows by this model's config (a folder or a hub name)")
-    plan.add_argument("--window-gib", type=float, default=8.0, help="memory of a window on a replica, with --model")
+    plan.add_argument("--window-gib", type=float, help="memory of a window on a replica, with --model; default: 8")
     plan.add_argument("--json", type=Path, help="write the measures here")
     plan.add_argument("--picture", type=Path, help="write a Gantt picture of the plan with windows here (.png, .svg)")
     plan.set_defaults(run=_run_plan)
@@ -66,11 +69,14 @@ def _run_plan(arguments: argparse.Namespace) -> None:
     options = {"objective": arguments.objective}
     if arguments.calibration:
         options["cost"] = CostModel(**json.loads(arguments.calibration.read_text())["cost_model"])
+    if arguments.window_gib is not None and not arguments.model:
+        raise ValueError("--window-gib needs --model, whose config says what a window takes")
     if arguments.model:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(arguments.model).get_text_config()
-        options["window_memory"] = WindowMemory.from_config(config, int(arguments.window_gib * 2**30))
+        window_gib = 8.0 if arguments.window_gib is None else arguments.window_gib
+        options["window_memory"] = WindowMemory.from_config(config, int(window_gib * 2**30))
     records, plans = {}, {}
     for name, windows in (("without windows", False), ("with windows", True)):
         begin = time.perf_counter()
@@ -107,6 +113,9 @@ def read_rollouts(path: Path, samples: str) -> list[np.ndarray]:
             joined) and `offsets`, and `turn_ptr` (turns of a trajectory) and `turn_end` if samples are turns.
         samples: `"trajectories"`, one sample each; `"turns"`, one sample a model turn, with the whole prefix before
             it.
+
+    Raises:
+        ValueError: a line that is no JSON object with `input_ids`, or samples that the file does not tell.
     """
     if path.suffix == ".npz":
         data = np.load(path)
@@ -120,10 +129,21 @@ def read_rollouts(path: Path, samples: str) -> list[np.ndarray]:
             for turn in range(turns[e], turns[e + 1])
         ]
     if samples != "trajectories":
-        raise SystemExit("--samples turns needs an .npz file, which says where turns end")
+        raise ValueError("--samples turns needs an .npz file, which says where turns end")
     opened = gzip.open(path, "rt") if path.suffix == ".gz" else open(path)
     with opened as lines:
-        return [np.asarray(json.loads(line)["input_ids"]) for line in lines if line.strip()]
+        return [_token_ids(line, f"{path}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _token_ids(line: str, place: str) -> np.ndarray:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: {error}") from error
+    if not isinstance(record, dict) or "input_ids" not in record:
+        found = sorted(record) if isinstance(record, dict) else type(record).__name__
+        raise ValueError(f"{place}: expected an object with `input_ids`, token ids of one sample, found {found}")
+    return np.asarray(record["input_ids"])
 
 
 def draw_plan(plan: StepPlan, path: Path) -> None:

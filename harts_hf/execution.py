@@ -77,7 +77,9 @@ def forward_plan(
             run.produce(window)
         yield run.forward(microbatch)  # no name here keeps it alive
         for window in run.windows_to_close(microbatch, slot):
-            run.boundaries.pop(window).free()
+            boundary = run.boundaries.pop(window)
+            if not torch.is_grad_enabled():  # else a recomputation of its consumers reads it again
+                boundary.free()
 
 
 def train_plan(

@@ -326,15 +326,18 @@ def test_refused_options(checkpoint, tmp_path):
         TreeGRPOConfig(output_dir=str(tmp_path), max_tokens_per_microbatch=0, use_cpu=True)
     for options in (
         {"max_window_gib": -1.0},
+        {"max_window_gib": float("inf")},
+        {"max_window_gib": float("nan")},
         {"max_window_gib": 1.0, "gradient_checkpointing": False},
         {"max_window_gib": 1.0, "sharing_windows": False},
         {"offload_producers": True, "sharing_windows": False},
     ):
         with pytest.raises(ValueError, match="max_window_gib"):
             TreeGRPOConfig(output_dir=str(tmp_path), use_cpu=True, **options)
-    with pytest.raises(ValueError, match="use_reentrant=False.*sharing_windows=False"):
-        options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-        train(TreeGRPOTrainer, checkpoint, tmp_path, **options)
+    for kwargs in ({"use_reentrant": True}, {"preserve_rng_state": False}):  # without the key, torch is reentrant
+        with pytest.raises(ValueError, match="use_reentrant=False.*sharing_windows=False"):
+            options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
+            train(TreeGRPOTrainer, checkpoint, tmp_path, **options)
     with pytest.raises(ValueError, match="torch_compile"):
         train(TreeGRPOTrainer, checkpoint, tmp_path, torch_compile=True)
     with pytest.raises(ValueError, match="neftune"):

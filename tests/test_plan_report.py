@@ -1,6 +1,7 @@
 """What is said about plans: reports, the command line, window memory, the calibration's fit."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -104,3 +105,23 @@ def test_calibration_recovers_known_coefficients():
         Measurement(m.rows, m.pairs, m.replay_rows, 0.01 + row * m.rows - 1e-7 * m.replay_rows) for m in measurements
     ]
     assert min(fit(without)[:4]) >= 0
+
+
+@pytest.mark.parametrize(
+    "lines, options, message",
+    [
+        ('{"input_ids": [1, 2]}\n{"messages": []}', [], r"line 2: expected .* found \['messages'\]"),
+        ('{"input_ids": [1, 2]', [], "line 1: Expecting"),
+        ('{"input_ids": [1, 2]}', ["--window-gib", "1"], "--window-gib needs --model"),
+        ('{"input_ids": [1, 2]}', ["--max-tokens", "-5"], "max_tokens must be at least 1"),
+        ('{"input_ids": [1, 2]}', ["--samples", "turns"], "needs an .npz file"),
+        (None, [], "No such file"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(tmp_path, capsys, lines, options, message):
+    path = tmp_path / "rollouts.jsonl"
+    if lines is not None:
+        path.write_text(lines)
+    with pytest.raises(SystemExit):
+        cli.main(["plan", str(path), *options])
+    assert re.search(message, capsys.readouterr().err)

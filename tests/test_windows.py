@@ -234,9 +234,13 @@ def test_expert_loads_count_every_trajectory_once():
     assert torch.equal(sum(loads["windows"]), loads["whole"][0])
 
 
-def test_without_gradients_and_in_one_graph():
+@pytest.mark.parametrize("recompute", [False, True])
+def test_without_gradients_and_in_one_graph(recompute):
     """`forward_plan` detaches nothing: one backward over all results is that of the step."""
     model = enable_tree_forward(tiny_model("bailing_hybrid"))
+    if recompute:
+        model.train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sequences, plan = random_window_step(np.random.default_rng(4), 90, 3, 40)
     trajectories = [Trajectory(s, np.arange(len(s)) > 0) for s in sequences]
     expected, log_probs = run_step(model, plan, sequences)

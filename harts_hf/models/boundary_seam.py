@@ -57,5 +57,5 @@ def refuse_reentrant_checkpointing(backbone: torch.nn.Module) -> None:
                 raise UnsupportedModelError(
                     "sharing windows need gradient checkpointing with use_reentrant=False: in reentrant mode a "
                     "boundary's gradients would be lost. Set gradient_checkpointing_kwargs={'use_reentrant': False}, "
-                    "or plan without windows."
+                    "or sharing_windows=False."
                 )

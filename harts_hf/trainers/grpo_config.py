@@ -35,7 +35,7 @@ class TreeGRPOConfig(GRPOConfig):
             cost time, and the inputs are small.
 
     Raises:
-        ValueError: `max_tokens_per_microbatch` is below 1, `max_window_gib` is negative or set without
+        ValueError: `max_tokens_per_microbatch` is below 1, `max_window_gib` is no size or set without
             `gradient_checkpointing`, or an option of sharing windows is set without them.
     """
 
@@ -63,8 +63,8 @@ class TreeGRPOConfig(GRPOConfig):
         super().__post_init__()
         if self.max_tokens_per_microbatch < 1:
             raise ValueError(f"max_tokens_per_microbatch must be at least 1 row, got {self.max_tokens_per_microbatch}")
-        if self.max_window_gib is not None and self.max_window_gib < 0:
-            raise ValueError(f"max_window_gib must not be negative, got {self.max_window_gib}")
+        if self.max_window_gib is not None and not 0 <= self.max_window_gib < 2**30:
+            raise ValueError(f"max_window_gib must be a size in GiB, or None for no bound, got {self.max_window_gib}")
         if not self.sharing_windows and (self.max_window_gib is not None or self.offload_producers):
             raise ValueError("max_window_gib and offload_producers belong to sharing_windows=True")
         if self.max_window_gib is not None and not self.gradient_checkpointing:

@@ -53,11 +53,13 @@ def refuse_options(trainer: GRPOTrainer, sharing_windows: bool) -> None:
             windows with reentrant gradient checkpointing.
     """
     args = trainer.args
-    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
+    kwargs = args.gradient_checkpointing_kwargs  # without the key, torch's default holds
+    reentrant = kwargs is not None and kwargs.get("use_reentrant", True)
     if sharing_windows and args.gradient_checkpointing and reentrant:
         raise ValueError(
             "sharing windows need gradient checkpointing with use_reentrant=False: in reentrant mode gradients would "
-            "be lost between microbatches. Leave use_reentrant out, or set sharing_windows=False."
+            f"be lost between microbatches, and gradient_checkpointing_kwargs is {kwargs}. Set 'use_reentrant' in it "
+            "to False, or set sharing_windows=False."
         )
     kind = trainer.accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:
