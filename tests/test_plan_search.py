@@ -12,7 +12,7 @@ from harts_hf.planning.draft import Bin, Draft
 from harts_hf.planning.level import level
 from harts_hf.planning.packing import pack_by_filling
 from harts_hf.planning.repack import BIN_WORK, repack
-from harts_hf.planning.subtrees import random_order
+from harts_hf.planning.subtrees import piece_sums, random_order, random_pieces
 from harts_hf.planning.units import Units
 from harts_hf.tree import PrefixTree
 
@@ -114,3 +114,15 @@ def test_searches_find_what_a_greedy_packing_misses():
     draft = Draft(units, 13, 3, bins)
     level(draft, (1, 0, 2), 3000)
     assert draft.objectives()[1] == 10
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_sums_of_pieces_are_their_rows(seed):
+    units = random_units(np.random.default_rng(seed), COSTS[0])
+    if len(units) < 2:
+        pytest.skip("one unit has no pieces")
+    members = list(range(len(units)))
+    cuts = [0, *units.neighbour_lcps(members)]
+    pieces = random_pieces(cuts, 5, Random(seed))
+    rows = [units.charge(members[start:end])[0] for start, end in pieces]
+    assert piece_sums(units.unit_rows, cuts, pieces) == rows, f"seed {seed}"

@@ -46,7 +46,7 @@ class _TreeLinearAttention(torch.autograd.Function):
         ctx, q, k, v, g, beta, initial_states, layout: SequenceLayout, stages: ModuleType, use_l2norm, options
     ):
         q_rstd = k_rstd = None
-        dtypes = [x.dtype for x in (q, k, v, g, beta)]
+        dtypes = [x.dtype for x in (v, g, beta)]
         if use_l2norm:
             (q, q_rstd), (k, k_rstd) = (gather_normalized(x, layout.rows) for x in (q, k))
         else:
@@ -84,7 +84,7 @@ class _TreeLinearAttention(torch.autograd.Function):
             dq = _sum_heads(dq[0], q[0], q_rstd, layout, layout.owned_sums)
             dk = _sum_heads(dk[0], k[0], k_rstd, layout, layout.sums)
             dv, dg, dbeta = (
-                sum_rows(x[0], layout.sums, dtype) for x, dtype in zip((dv, dg, dbeta), ctx.dtypes[2:], strict=True)
+                sum_rows(x[0], layout.sums, dtype) for x, dtype in zip((dv, dg, dbeta), ctx.dtypes, strict=True)
             )
         d_roots = d_roots if ctx.options["has_initial_states"] else None
         return dq, dk, dv, dg, dbeta, d_roots, None, None, None, None

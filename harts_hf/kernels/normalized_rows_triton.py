@@ -51,9 +51,8 @@ def sum_normalized_gradients(
     Returns:
         `[C, H, K]` in `y`'s dtype.
     """
-    for stage in sums.stages[:-1]:
-        d_y = sum_rows(d_y, RowSums(len(stage[0]) - 1, (stage,)), torch.float32)
     offsets, entries = sums.stages[-1]
+    d_y = sum_rows(d_y, RowSums(len(entries), sums.stages[:-1]), torch.float32)  # as it is if there is one stage
     num_heads, dim = y.shape[1:]
     result = y.new_empty(len(positions), num_heads, dim)
     block_d = triton.next_power_of_2(dim)

@@ -7,13 +7,12 @@ bin keeps the rest. A result is kept if the sum of the slots' heaviest grows by 
 work falls, or stays and the sum of the heaviest does not grow. Random choices come from a fixed seed.
 """
 
-from itertools import accumulate
 from random import Random
 
 from .draft import Bin, Draft
 from .fill import fill
 from .seating import Seating
-from .subtrees import random_pieces
+from .subtrees import piece_sums, random_pieces
 
 SEED = 0
 STEP_OVERHEAD = 20  # a step costs as much as charging this many units
@@ -95,8 +94,7 @@ class _Levelling(Seating):
         pieces = random_pieces(cuts, MAX_PIECES, self.random)
         shared = shared_work(min(cuts[1:]))
         saved = cuts if units.cost.counts_rows else [shared_work(c) for c in cuts]
-        work = list(accumulate([unit_work[u] - s for u, s in zip(members, saved, strict=True)], initial=0))
-        works = [work[e] - work[s] + saved[s] for s, e in pieces]
+        works = piece_sums([unit_work[u] for u in members], saved, pieces)
         filled = []
         sharers = 1 + sum(b.slot == heavy.slot for b in others)
         share = (sum(works) - shared * len(works)) // sharers

@@ -111,13 +111,13 @@ def _repacked(
     by_work, by_count = _sorted_by_work(units, started, max_rows), sorted(started, key=len)
     least = least_rows(units, max_rows)
     tried = [
-        repack(units, bins, max_rows, TRIAL_STEPS, least_rows=least) for bins in _first_few(by_work, by_count, TRIED)
+        repack(units, bins, max_rows, TRIAL_STEPS, bound_rows=least) for bins in _first_few(by_work, by_count, TRIED)
     ]
     by_work, by_count = _sorted_by_work(units, tried, max_rows), sorted(tried, key=len)
     longer = [
-        repack(units, bins, max_rows, unit_steps, least_rows=least) for bins in _first_few(by_work, by_count, REPACKED)
+        repack(units, bins, max_rows, unit_steps, bound_rows=least) for bins in _first_few(by_work, by_count, REPACKED)
     ]
-    again = repack(units, _sorted_by_work(units, longer, max_rows)[0], max_rows, unit_steps, least_rows=least)
+    again = repack(units, _sorted_by_work(units, longer, max_rows)[0], max_rows, unit_steps, bound_rows=least)
     return [*tried, *longer, again]
 
 

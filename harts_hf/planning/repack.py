@@ -8,14 +8,13 @@ at equal work the sum of squared rows does not fall: room gathers in few bins, u
 does not grow instead, and bins are filled to even shares. Random choices come from a fixed seed.
 """
 
-from itertools import accumulate
 from random import Random
 
 import numpy as np
 
 from .fill import fill
 from .partition import cheapest_partition, first_starts
-from .subtrees import random_order, random_pieces
+from .subtrees import piece_sums, random_order, random_pieces
 from .units import Units
 
 SEED = 0
@@ -30,7 +29,7 @@ LED_SHARE = 0.7  # fillings whose bins each start with the largest subtree left
 
 
 def repack(
-    units: Units, bins: list[list[int]], max_rows: int, unit_steps: int, even: bool = False, least_rows: int = 0
+    units: Units, bins: list[list[int]], max_rows: int, unit_steps: int, even: bool = False, bound_rows: int = 0
 ) -> list[list[int]]:
     """Bins of no more total work and number, weighed together, than the given ones.
 
@@ -40,16 +39,16 @@ def repack(
         max_rows: most rows of a bin; a unit above it stays a bin of its own.
         unit_steps: units packed again over all steps, which bounds the time whatever the bins hold.
         even: let the sum of squared rows fall instead of grow, so that bins come closer to each other.
-        least_rows: a lower bound of all bins' rows; the search ends when as few bins as hold it have no more rows.
+        bound_rows: a lower bound of all bins' rows; the search ends when as few bins as hold it have no more rows.
     """
     search = _Repacking(units, max_rows, bins, even)
     idle_steps = 0
-    least_bins = max(2, -(-least_rows // max_rows) - len(search.fixed))
+    least_bins = max(2, -(-bound_rows // max_rows) - len(search.fixed))
     while len(search.bins) > 1 and unit_steps > 0 and idle_steps < PATIENCE * len(units) * len(search.bins):
         repacked, gained = search.step()
         unit_steps -= repacked + STEP_OVERHEAD
         idle_steps = 0 if gained else idle_steps + 1
-        if gained and len(search.bins) <= least_bins and search.total_rows <= least_rows:
+        if gained and len(search.bins) <= least_bins and search.total_rows <= bound_rows:
             break
     return search.fixed + search.bins
 
@@ -129,11 +128,10 @@ class _Repacking:
     def _filled(self, members: list[int], cuts: list[int], num_bins: int) -> list[list[int]] | None:
         """Subtrees of a random division, bin after bin; `None` if a subtree does not fit."""
         random, unit_rows = self.random, self.units.unit_rows
-        added = list(accumulate([unit_rows[u] - c for u, c in zip(members, cuts, strict=True)], initial=0))
         pieces = random_pieces(cuts, MAX_PIECES, random)
         shared = min(cuts[1:])
         room = self.max_rows - shared  # a bin holds what all units share, and pieces beyond it
-        sizes = [added[e] - added[s] + cuts[s] - shared for s, e in pieces]
+        sizes = [size - shared for size in piece_sums([unit_rows[u] for u in members], cuts, pieces)]
         if max(sizes) > room:
             return None
         led = random.random() < LED_SHARE

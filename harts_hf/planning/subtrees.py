@@ -1,5 +1,6 @@
 """Subtrees of a sorted list of units, from the LCPs of neighbours alone: children of a fork, random divisions."""
 
+from itertools import accumulate
 from random import Random
 
 MOST_SPLITS = 4  # a random division splits fewer subtrees than this below the first fork
@@ -37,6 +38,18 @@ def random_pieces(cuts: list[int], most: int, random: Random) -> list[tuple[int,
         pieces = list(zip(starts, [*starts[1:], len(cuts)], strict=True))
     pieces.sort(key=lambda _: draw())
     return pieces
+
+
+def piece_sums(alone: list[int], shared: list[int], pieces: list[tuple[int, int]]) -> list[int]:
+    """What the units of each piece come to together: the sum of what each is alone, less what neighbours share.
+
+    Args:
+        alone: of each unit of the list.
+        shared: of each unit with the one before it; what the first unit of a piece shares is not taken off.
+        pieces: spans of the list.
+    """
+    added = list(accumulate([a - s for a, s in zip(alone, shared, strict=True)], initial=0))
+    return [added[end] - added[start] + shared[start] for start, end in pieces]
 
 
 def random_order(cuts: list[int], random: Random) -> tuple[list[int], list[int]]:
