@@ -7,10 +7,10 @@ pairs alone, 2K + 2V a pair and head forward and 8K + 6V forward and backward, s
 lost time. Dense causal kernels run once per shape and number of rows: cuDNN, torch's flash attention (with values
 padded to the keys' width) and flash-attn-4.
 
-Times are medians over interleaved repeats in one process, after a warm-up, by device events; `spread` is the
-interquartile range over the median. `tables_milliseconds` is the making of the first backend's tables, which all
-layers and recomputation share. Trees come from rollouts in HARTS_ROLLOUTS; without it the synthetic ones alone are
-run. Writes a JSON record.
+Times are medians over interleaved repeats in one process, after a warm-up, by device events around four runs back to
+back; `spread` is the interquartile range over the median. `tables_milliseconds` is the making of the first backend's
+tables, which all layers and recomputation share. Trees come from rollouts in HARTS_ROLLOUTS; without it the synthetic
+ones alone are run. Writes a JSON record.
 """
 
 import argparse
@@ -26,7 +26,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from linear_attention import SEED, command_line, measure, rollout_trees, synthetic_trees
+from device_timing import command_line, measure
+from kernel_trees import SEED, rollout_trees, synthetic_trees
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harts_hf.batch import CompactBatch

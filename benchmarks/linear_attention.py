@@ -18,65 +18,20 @@ import argparse
 import importlib.metadata
 import json
 import os
-import statistics
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+from device_timing import command_line, measure, profile_kernels
+from kernel_trees import SEED, rollout_trees, synthetic_trees
 from packaging.version import Version
 
 from harts_hf.batch import CompactBatch
 from harts_hf.kernels.linear_attention import tree_gated_delta_rule, tree_kda
 from harts_hf.kernels.linear_attention_packed import load_packed_function
-from harts_hf.planning.microbatches import plan_step
 from harts_hf.tree import PrefixTree
 
-SEED = 0
 MAX_EXPANDED = 400_000  # tokens of an expanded batch that is still run, in one call
-SETS = (
-    ("swe_treestep_semisynthetic", "tree_step"),
-    ("swe_bench_gemini3", "step_wise_without_thoughts"),
-    ("tau_bench_airline_gpt4o", "tree_step"),
-    ("toolbench_dfs_tree", "tree_step"),
-    ("tot_game24_bfs_tree", "tree_step"),
-)
-BRANCHES = (0, 8, 16, 32, 64)  # boundaries on the chain of the trees that measure the cost of a round
-BRANCH_TOKENS = 64
-BACK_TO_BACK = (
-    4  # runs per timing, but for those above 100 ms: as in a model, the host prepares while the device works
-)
-
-
-def rollout_trees(folder: Path, max_rows: int):
-    """The fullest microbatch of each set."""
-    sys.path.insert(0, str(folder))
-    import rollouts
-
-    for name, form in SETS:
-        samples = getattr(rollouts, form)(rollouts.load(folder / f"{name}.npz"))
-        sequences = [s.tokens for s in samples if len(s.tokens) <= max_rows]
-        plan = plan_step(sequences, max_rows)
-        fullest = max((m for slot in plan.slots for m in slot if m is not None), key=lambda m: m.rows)
-        yield f"{name}/{form}", [sequences[i] for i in fullest.trajectories]
-
-
-def synthetic_trees(max_rows: int):
-    """A long chain with 60 branches, a wide fork, and chains of equal size with more and more rounds."""
-    rng = np.random.default_rng(SEED)
-    chain = rng.integers(10, 1000, 3 * max_rows // 4)
-    length = max_rows // 4 // 60
-    places = np.linspace(200, len(chain) - 10, 60).astype(int)
-    yield "chain with 60 branches", [chain, *(np.append(chain[:p], rng.integers(1000, 2000, length)) for p in places)]
-    count = (max_rows - 1037) // 300
-    yield "wide fork", [np.append(chain[:1037], rng.integers(1000, 2000, 300)) for _ in range(count)]
-    chain = rng.integers(10, 1000, max_rows // 2)
-    roots = rng.integers(2000, 3000, (max(BRANCHES), BRANCH_TOKENS))
-    for count in BRANCHES:
-        # The branches that do not fork from the chain are trees of their own: the same tokens, no boundary.
-        places = (np.arange(1, count + 1) * (len(chain) // (max(BRANCHES) + 1)) // 64) * 64
-        forks = [np.append(chain[:p], roots[i]) for i, p in enumerate(places)]
-        yield f"{count} boundaries on a chain", [chain, *forks, *roots[count:]]
 
 
 class Case:
@@ -156,69 +111,6 @@ class Case:
             return True
         version = Version(importlib.metadata.version("triton"))
         return torch.cuda.get_device_capability()[0] != 9 or not Version("3.4.0") <= version < Version("3.7.1")
-
-
-def command_line() -> str:
-    """How this benchmark was called, without the folder of its record."""
-    arguments = sys.argv[1:]
-    if "--json" in arguments:
-        place = arguments.index("--json")
-        del arguments[place : place + 2]
-    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
-
-
-def measure(jobs: dict, repeats: int) -> dict:
-    """Median milliseconds, spread, and peak bytes above what was there before, of each job."""
-    times = {name: [] for name in jobs}
-    peaks = {}
-    slow = set()
-    for name, job in jobs.items():
-        job()  # compiles and tunes
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        job()
-        end.record()
-        torch.cuda.synchronize()
-        peaks[name] = torch.cuda.max_memory_allocated() - before
-        if begin.elapsed_time(end) > 100:
-            slow.add(name)
-    for repeat in range(repeats):
-        for name, job in jobs.items():
-            runs = 1 if name in slow else BACK_TO_BACK
-            if name in slow and repeat >= 3:
-                continue
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            begin.record()
-            for _ in range(runs):
-                job()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(begin.elapsed_time(end) / runs)
-    result = {}
-    for name, values in times.items():
-        quartiles = np.percentile(values, [25, 75])
-        result[name] = {
-            "milliseconds": round(statistics.median(values), 4),
-            "spread": round(float(quartiles[1] - quartiles[0]) / statistics.median(values), 3),
-            "peak_bytes": peaks[name],
-        }
-    return result
-
-
-def profile_kernels(job, repeats: int = 3) -> dict:
-    """Microseconds of each kernel in one run, the longest first."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(repeats):
-            job()
-        torch.cuda.synchronize()
-    kernels = [e for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
-    kernels.sort(key=lambda e: -e.self_device_time_total)
-    return {e.key[:80]: round(e.self_device_time_total / repeats, 1) for e in kernels}
 
 
 def run(sequences, kind: str, arguments: argparse.Namespace) -> dict:

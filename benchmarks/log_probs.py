@@ -6,7 +6,8 @@ Comparators: `unfused` is a bf16 projection and `cross_entropy` on its bf16 logi
 first, `trl` is TRL's fused head with its own defaults, where TRL is installed. `tiled` computes log-probs,
 `tiled_entropy` entropies too, and their gradient. Every job sums the log-probs and, in `forward_backward`,
 differentiates in hidden states and weight. Times are medians over interleaved repeats in one process, after a warm-up,
-by device events; `peak_bytes` is above what was there before, gradients included. Writes a JSON record.
+by device events around four runs back to back, or one run above 100 ms; `peak_bytes` is above what was there before,
+gradients included. Writes a JSON record.
 """
 
 import argparse
@@ -18,9 +19,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from linear_attention import SEED, command_line, measure
+from device_timing import command_line, measure
+from kernel_trees import SEED
 
 from harts_hf.kernels.log_probs import linear_log_probs
+
+TRL_CHUNK = 32768  # vocabulary entries of a tile: what TRL 1.16 passes
 
 
 def unfused(hidden, weight, targets, *, dtype: torch.dtype):
@@ -39,9 +43,6 @@ def of_trl(hidden, weight, targets, *, outputs: tuple[str, ...]):
         hidden, weight, None, targets, 1.0, TRL_CHUNK, None, 1.0, outputs
     )
     return log_probs.sum() + (0.01 * entropies.sum() if outputs else 0)
-
-
-TRL_CHUNK = 32768  # vocabulary entries of a tile: what TRL 1.16 passes
 
 
 def jobs_of(functions: dict, hidden, weight, targets, backward: bool) -> dict:
