@@ -176,8 +176,8 @@ def _constants(
     """Sizes and configuration of a kernel.
 
     Args:
-        block_v, num_warps, num_stages: wanted for 16-bit operands: the best of a sweep on an H200 over rollout trees,
-            a chain and a wide fork. Fewer value channels or stages where shared memory asks for it.
+        block_v, num_warps, num_stages: wanted for 16-bit operands, as tried on an H200 (no record is kept). Fewer
+            value channels or stages where shared memory asks for it.
         num_key_tiles: tiles `[BT, BK]` that a chunk reads; it reads one `[BT, BV]` less.
     """
     block_k = max(16, triton.next_power_of_2(w.shape[2]))

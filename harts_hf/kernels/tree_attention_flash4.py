@@ -5,9 +5,8 @@ alone; the backward walks the lists of each tile of keys. The mask reads one num
 k <= q < k + size[k] is a single unsigned comparison of q - k.
 
 The sizes are passed by address, in a scalar. As an `aux_tensor` the kernels would wrap each index of each element of a
-partial tile into the tensor's length, with a division; in the backward pass at widths 192/128 that makes the loop over
-partial tiles 957 machine instructions long instead of 646 (524 for full tiles; sm_90a, flash-attn-4 4.0.0b36). The
-tables are longer than any index instead.
+partial tile into the tensor's length, with a division, which makes the loop over partial tiles much longer. The tables
+are longer than any index instead.
 
 The gradient of the queries is added up with atomics, as in flash-attn-4's dense backward: two runs may differ in the
 last bits. A sum in a fixed order is not available for tile lists on Hopper.
