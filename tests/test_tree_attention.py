@@ -273,3 +273,15 @@ def test_given_keys_stand_before_the_queries(implementation, prefix_rows):
     for expected, actual in zip(results[:2], results[2:], strict=True):
         for e, a in zip(expected, actual, strict=True):
             assert relative_error(a, e) < (1e-6 if implementation == "flex" else FP64_TOLERANCE)
+
+
+def test_another_version_of_flash_attention_is_named(monkeypatch):
+    """Its tiles are those of one version: with another, lists would name other tiles than the kernels walk."""
+    import importlib.metadata
+
+    from harts_hf.kernels.tree_attention_flash4 import FLASH4_VERSION, flash4_is_installed
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.1.0")
+    flash4_is_installed.cache_clear()
+    with pytest.raises(ImportError, match=f"{FLASH4_VERSION}, but 4.1.0 is installed"):
+        flash4_is_installed()

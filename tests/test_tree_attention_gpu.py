@@ -33,6 +33,7 @@ FLASH4 = pytest.param("flash4", marks=_needs_flash4())
 BACKENDS = [FLASH4, "flex", "varlen"]
 TILED = [FLASH4, "flex"]
 MLA, GQA, NARROW = ((4, 4), (192, 128)), ((4, 2), (128, 128)), ((4, 2), (64, 64))  # (H, Hkv), (K, V)
+UNUSED = ((6, 6), (96, 96))  # by other tests: nothing is compiled for it yet
 # The bound that the backends have to keep, over the error of attention on each trajectory alone.
 FACTOR, SLACK = 1.1, 1e-4  # a twentieth of a bf16 rounding, for what is exact in both
 
@@ -212,12 +213,12 @@ def compilations(implementation) -> int:
 def test_twenty_trees_compile_twice_at_most_and_leave_no_memory(implementation):
     before, memory = compilations(implementation), []
     for seed in range(20):
-        setting = Setting(sequences_of(300 + 97 * seed), MLA, seed)
+        setting = Setting(sequences_of(300 + 97 * seed), UNUSED, seed)
         assert all(torch.isfinite(x).all() for x in setting.tree(implementation, torch.bfloat16))
         del setting
         torch.cuda.synchronize()
         memory.append(torch.cuda.memory_allocated())
-    assert compilations(implementation) - before <= 2
+    assert 1 <= compilations(implementation) - before <= 2
     assert memory[-1] <= memory[1]
 
 

@@ -172,6 +172,62 @@ def test_sums_of_rows_in_stages(max_part):
     assert torch.equal(back[index.cpu() >= 0], actual.cpu()[index.cpu()[index.cpu() >= 0]])
 
 
+@pytest.mark.parametrize("max_part", [2, 100])
+@pytest.mark.parametrize("heads, group, dim", [(2, 3, 24), (3, 1, 16)])
+def test_norms_of_gathered_rows(heads, group, dim, max_part):
+    """Against a gather, a norm and their derivative in torch: several reads of a row, several value heads of a key."""
+    from harts_hf.kernels.normalized_rows_triton import gather_normalized, sum_normalized_gradients
+
+    rows = torch.tensor([3, 0, 1, 2, 3, 3, 4, 0, 3])
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, heads, dim, generator=generator)
+    d_y = torch.randn(len(rows), heads * group, dim, generator=generator)
+    leaf = x.double().requires_grad_()
+    read = leaf[rows]
+    expected = read / (read.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    (gradient,) = torch.autograd.grad((expected * d_y.double().unflatten(1, (heads, group)).sum(2)).sum(), leaf)
+
+    y, rstd = gather_normalized(x.to(DEVICE), rows.to(DEVICE))
+    assert relative_error(y, expected.detach()) < 1e-6
+    positions = torch.tensor([7, 2, 3, 8, 6])  # any entry that holds the row
+    sums = RowSums.from_index(rows.to(DEVICE), len(x), max_part)
+    assert (len(sums.stages) > 1) == (max_part == 2)
+    actual = sum_normalized_gradients(d_y.to(DEVICE), y, rstd, positions.to(DEVICE), sums)
+    assert relative_error(actual, gradient) < 1e-6
+
+
+@pytest.mark.parametrize("has_bias, softcap", [(False, None), (True, 5.0)])
+def test_tiles_of_logits(has_bias, softcap):
+    """Sums and gradients of a tile that is wider than a program's block, with targets inside of it and outside."""
+    from harts_hf.kernels import log_probs_torch, log_probs_triton
+
+    generator = torch.Generator().manual_seed(0)
+    width = log_probs_triton.BLOCK + 37
+    columns = torch.tensor([0, width - 1, -1, width, 5], device=DEVICE)
+    logits, earlier = (3 * torch.randn(5, width, generator=generator).to(DEVICE) for _ in range(2))
+    bias = torch.randn(width, generator=generator).to(DEVICE) if has_bias else None
+    per_row = torch.randn(3, 5, generator=generator).to(DEVICE)
+    transform = log_probs_torch.Transform(0.7, softcap, 1.3)
+    outside = torch.full_like(columns, -1)
+    results = []
+    for module, dtype in ((log_probs_triton, torch.float32), (log_probs_torch, torch.float64)):
+        sums = log_probs_torch.SoftmaxSums.start(5, dtype, columns.device)
+        tile_bias = None if bias is None else bias.to(dtype)
+        for tile, targets in ((earlier, outside), (logits, columns)):
+            module.fold_tile(tile.to(dtype, copy=True), tile_bias, targets, transform, sums, True)
+        log_z = sums.largest + sums.total.log()
+        gradient = module.tile_gradient(
+            logits.to(dtype, copy=True), tile_bias, columns, transform, log_z, *per_row.to(dtype)
+        )
+        results.append((*sums, gradient))
+    is_inside = (columns >= 0) & (columns < width)
+    for name, actual, expected in zip((*sums._fields, "gradient"), *results, strict=True):
+        if name == "target_logit":
+            assert torch.equal(actual.isnan(), ~is_inside) and torch.equal(expected.isnan(), ~is_inside)
+            actual, expected = actual[is_inside], expected[is_inside]
+        assert relative_error(actual, expected) < 1e-5, name
+
+
 def test_a_wrong_source_is_caught():
     """Negative control: a branch that starts from another branch's state."""
     from harts_hf.kernels.linear_attention_tree import run_tree
