@@ -82,6 +82,7 @@ def _chunk_seam(
     harts_batch: CompactBatch,
     harts_safe_gate: bool,
     harts_layer: int,
+    harts_linear_attention: str | None = None,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
@@ -115,6 +116,7 @@ def _chunk_seam(
         layout,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
         initial_states=state,
+        implementation=harts_linear_attention,
         **options,
     )
     if sink is not None and boundary_rows:
