@@ -44,6 +44,7 @@ def outputs_by_trajectory(inputs, batch, known):
         "harts_layer": 0,
         "use_qk_l2norm_in_kernel": True,
         "harts_safe_gate": False,
+        "harts_recomputes": False,
     }
     return _chunk_seam(*(x[:, known] for x in inputs), **options)[0][0]
 

@@ -219,6 +219,7 @@ class _TreeForward:
                 use_cache=False,
                 harts_batch=batch,
                 harts_safe_gate=self.family.has_safe_gate(self.model.config.get_text_config()),
+                harts_recomputes=backbone.is_gradient_checkpointing and backbone.training,
                 **extra,
             )
         hidden = output.last_hidden_state[0]
