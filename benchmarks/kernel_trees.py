@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harts_hf.planning.microbatches import plan_step
+from harts_hf.tree import PrefixTree
 
 SEED = 0
 SETS = (
@@ -20,16 +20,30 @@ BRANCH_TOKENS = 64
 
 
 def rollout_trees(folder: Path, max_rows: int):
-    """The fullest microbatch of each set."""
+    """Of each set, the run of neighbours in sorted order that has the most rows within `max_rows`."""
     sys.path.insert(0, str(folder))
     import rollouts
 
     for name, form in SETS:
         samples = getattr(rollouts, form)(rollouts.load(folder / f"{name}.npz"))
         sequences = [s.tokens for s in samples if len(s.tokens) <= max_rows]
-        plan = plan_step(sequences, max_rows)
-        fullest = max((m for slot in plan.slots for m in slot if m is not None), key=lambda m: m.rows)
-        yield f"{name}/{form}", [sequences[i] for i in fullest.trajectories]
+        yield f"{name}/{form}", [sequences[i] for i in fullest_run(sequences, max_rows)]
+
+
+def fullest_run(sequences, max_rows: int) -> np.ndarray:
+    """Indices of the first such run; none of the sequences is longer than `max_rows`."""
+    tree = PrefixTree.from_sequences(sequences)
+    lengths = np.array([len(sequences[i]) for i in tree.sorted_order])
+    new_rows = lengths - tree.sorted_lcp  # of each behind its neighbour
+    best, best_rows, begin, rows = (0, 0), 0, 0, 0
+    for end, added in enumerate(new_rows):
+        rows += added
+        while rows > max_rows:  # drop the first; what it shared with the next stays
+            rows -= lengths[begin] - tree.sorted_lcp[begin + 1]
+            begin += 1
+        if rows > best_rows:
+            best, best_rows = (begin, end + 1), rows
+    return tree.sorted_order[slice(*best)]
 
 
 def synthetic_trees(max_rows: int):

@@ -8,6 +8,8 @@ device events around four runs back to back; `spread` is the interquartile range
 - `packed`: one stock call over the same sequences, replay included, each from the zero state: as many tokens, no tree;
 - `flat`: one stock call over one sequence of as many tokens;
 - `expanded`: one stock call over every trajectory (none above 400,000 tokens);
+- `tree_kept`, `expanded_kept`: with what the backward would compute again kept from the forward, as a model with
+  recomputation of activations runs the tree; Transformers' layers do not ask the stock kernel for it;
 - `rounds` and `nodewise`: see `harts_hf/kernels/linear_attention.py`.
 
 Stock Gated DeltaNet cannot run backward on Hopper with Triton 3.4 to 3.7.0; it is timed forward alone there. Trees
@@ -58,11 +60,11 @@ class Case:
         ]
         self.weight = normal(rows, heads, dim).bfloat16()
 
-    def tree(self, implementation: str, backward: bool):
+    def tree(self, implementation: str, backward: bool, **more):
         """Outputs of a tree implementation, after its backward if wanted."""
         inputs = [x.requires_grad_(backward) for x in self.inputs]
         with torch.set_grad_enabled(backward):
-            options = {"use_qk_l2norm": True, "implementation": implementation} | self.options
+            options = {"use_qk_l2norm": True, "implementation": implementation} | self.options | more
             output = self.function(*inputs, self.layout, **options).output
         if backward:
             torch.autograd.grad(output, inputs, self.weight)
@@ -73,13 +75,13 @@ class Case:
         inputs = [x.detach()[rows][None] for x in self.inputs]
         return inputs, self.weight[rows][None], cu_seqlens, cu_seqlens.cpu()
 
-    def call(self, prepared, backward: bool):
+    def call(self, prepared, backward: bool, **more):
         inputs, weight, cu_seqlens, cu_seqlens_cpu = prepared
         q, k, v, g, beta = (x.requires_grad_(backward) for x in inputs)
         with torch.set_grad_enabled(backward):
             output, _ = self.stock(
                 q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens,
-                cu_seqlens_cpu=cu_seqlens_cpu, **self.options,
+                cu_seqlens_cpu=cu_seqlens_cpu, **self.options, **more,
             )  # fmt: skip
         if backward:
             torch.autograd.grad(output, inputs, weight)
@@ -92,6 +94,8 @@ class Case:
         total = sequences.cu_seqlens[-1:]
         flat = (*packed[:2], torch.cat([total * 0, total]), torch.tensor([0, int(total)]))
         jobs = {"tree": lambda: self.tree("tree", backward)}
+        if backward:
+            jobs["tree_kept"] = lambda: self.tree("tree", backward, keep_intermediates=True)
         if not backward or self.stock_trains():
             jobs |= {
                 "packed": lambda: self.call(packed, backward),
@@ -104,6 +108,8 @@ class Case:
                 lengths = torch.tensor([0] + [len(r) for r in self.batch.rows], device="cuda")
                 expanded = self.packed_inputs(rows, lengths.cumsum(0))
                 jobs["expanded"] = lambda: self.call(expanded, backward)
+                if backward and self.kind == "kda":
+                    jobs["expanded_kept"] = lambda: self.call(expanded, backward, disable_recompute=True)
         return jobs
 
     def stock_trains(self) -> bool:
@@ -143,6 +149,8 @@ def run(sequences, kind: str, arguments: argparse.Namespace) -> dict:
         speedup = both["expanded"]["milliseconds"] / both["tree"]["milliseconds"]
         tokens = tree.num_tokens / (tree.num_rows + rounds.replay_tokens)
         record |= {"speedup_over_expanded": round(speedup, 3), "token_ratio": round(tokens, 3)}
+        speedup = both["expanded"]["milliseconds"] / both["tree_kept"]["milliseconds"]
+        record["kept_speedup_over_expanded"] = round(speedup, 3)
     print("  ", {k: v for k, v in record.items() if not isinstance(v, dict)}, flush=True)
     return record
 

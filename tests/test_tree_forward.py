@@ -30,6 +30,7 @@ from harts_hf import (
 from harts_hf.batch import CompactBatch
 from harts_hf.execution import ForwardOptions, Trajectory, forward_plan
 from harts_hf.kernels.tree_conv import ConvLayout
+from harts_hf.models.families import FAMILIES
 from harts_hf.planning.microbatches import plan_step
 from harts_hf.tree import PrefixTree
 
@@ -263,6 +264,26 @@ def test_kernels_are_told_of_a_bounded_gate(options, is_safe, monkeypatch):
     for safe_gate, lowest, highest in calls:
         assert safe_gate == is_safe
         assert not safe_gate or -5 <= lowest <= highest <= 0
+
+
+@pytest.mark.parametrize("model_type", ["bailing_hybrid", "qwen3_5_text"])
+def test_intermediates_are_kept_where_activations_are_recomputed(model_type, monkeypatch):
+    from harts_hf.models import linear_attention_seam
+
+    kind = FAMILIES[model_type].linear_attention
+    original, kept = linear_attention_seam._TREE_FUNCTIONS[kind], []
+
+    def watched(*inputs, keep_intermediates, **others):
+        kept.append(keep_intermediates)
+        return original(*inputs, keep_intermediates=keep_intermediates, **others)
+
+    monkeypatch.setitem(linear_attention_seam._TREE_FUNCTIONS, kind, watched)
+    model = enable_tree_forward(tiny_model(model_type))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for training in (False, True):
+        kept.clear()
+        tree_logprobs(model.train(training), [[2, 3, 4], [2, 3, 5]])
+        assert set(kept) == {training}
 
 
 @pytest.mark.parametrize("broken", ["mask", "conv", "positions", "state"])

@@ -228,6 +228,32 @@ def test_tiles_of_logits(has_bias, softcap):
         assert relative_error(actual, expected) < 1e-5, name
 
 
+@pytest.mark.parametrize("kind", ["kda", "gated_delta_rule"])
+def test_kept_intermediates_give_the_bits_of_computed_ones(kind):
+    from harts_hf.kernels.linear_attention_tree import run_tree
+
+    batch = CompactBatch(PrefixTree.from_sequences(SHAPES["fork at 129"]), device=DEVICE)
+    inputs = make_inputs(kind, batch.num_rows, 7, heads=(1, 2), dims=(16, 16), dtype=torch.float32)
+    layout = batch.chunk_layout().sequences
+    results, kept_bytes = [], []
+    for keep in (False, True):
+        leaves = [x.to(DEVICE).requires_grad_() for x in inputs]
+        saved = []
+
+        def pack(tensor, saved=saved):
+            saved.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output, _ = run_tree(
+                *leaves, None, layout, scale=0.25, use_qk_l2norm=True, safe_gate=False, keep_intermediates=keep
+            )
+        results.append([output.detach(), *torch.autograd.grad(output.square().sum(), leaves)])
+        kept_bytes.append(sum(saved))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert kept_bytes[1] > kept_bytes[0]
+
+
 def test_a_wrong_source_is_caught():
     """Negative control: a branch that starts from another branch's state."""
     from harts_hf.kernels.linear_attention_tree import run_tree

@@ -1,10 +1,16 @@
-"""A branch behind a hand-off has the bits that it has in one microbatch: its chunks lie where they lay."""
+"""On a GPU a branch behind a hand-off has the bits that it has in one microbatch, and a step the same gradients."""
+
+import copy
 
 import numpy as np
 import pytest
 import torch
-from window_plans import tokens, window_plan
+from grpo_runs import gradient_error, save_checkpoint, train
+from test_tree_forward_gpu import GPU_SIZES, skip_without_a_gated_delta_backward
+from tiny_models import TINY, tiny_model
+from window_plans import one_microbatch, random_window_step, run_step, tokens, window_plan
 
+from harts_hf import TreeGRPOTrainer
 from harts_hf.batch import CompactBatch
 from harts_hf.boundary import Boundary
 from harts_hf.execution import Trajectory
@@ -13,6 +19,13 @@ from harts_hf.tree import PrefixTree
 from harts_hf.window_batches import WindowBatches
 
 HEADS, WIDTH = 2, 32
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+
+
+def on_gpu(test):
+    for mark in ON_GPU:
+        test = mark(test)
+    return test
 
 
 def layer_inputs(rng, num_rows, device, dtype):
@@ -31,6 +44,7 @@ def outputs_by_trajectory(inputs, batch, known):
         "harts_layer": 0,
         "use_qk_l2norm_in_kernel": True,
         "harts_safe_gate": False,
+        "harts_recomputes": False,
     }
     return _chunk_seam(*(x[:, known] for x in inputs), **options)[0][0]
 
@@ -69,9 +83,46 @@ def test_a_hand_off_without_its_state_differs():
         compare(130, "cpu", torch.float32, lambda a, b: torch.allclose(a, b, rtol=1e-5, atol=1e-6))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_gpu
 @pytest.mark.parametrize("base", [0, 64, 192])
 def test_outputs_are_bit_equal_on_the_gpu(base):
     for offset in range(0 if base else 1, 64):
         compare(base + offset, "cuda", torch.bfloat16, torch.equal)
+
+
+@on_gpu
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("model_type", TINY)
+def test_gradients_of_a_step_are_as_close_as_in_one_microbatch(model_type, recompute):
+    """fp32, against the CPU: the GPU's kernels round matrix products to TF32, with windows as without."""
+    skip_without_a_gated_delta_backward(model_type)
+    exact = tiny_model(model_type, **GPU_SIZES.get(model_type, {}))
+    for seed, handoff, nested in ((0, 100, None), (1, 37, 90)):
+        sequences, plan = random_window_step(np.random.default_rng(seed), handoff, 3, nested)
+        truth, _ = run_step(copy.deepcopy(exact), one_microbatch(sequences), sequences)
+        scale = sum(g.square().sum() for g in truth.values() if g is not None).sqrt()
+        errors = []
+        for steps in (plan, one_microbatch(sequences)):
+            model = copy.deepcopy(exact).to("cuda")
+            if recompute:
+                model.train()
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            found, _ = run_step(model, steps, sequences)
+            squares = [(found[name].cpu() - g).square().sum() for name, g in truth.items() if g is not None]
+            errors.append((sum(squares).sqrt() / scale).item())
+        assert errors[0] <= 1.5 * errors[1] + 1e-6, f"seed {seed}: {errors}"
+        assert errors[0] <= 1e-2, f"seed {seed}: {errors}"
+
+
+@on_gpu
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "offload_producers": True}], ids=str)
+def test_training_with_windows_on_the_gpu(tmp_path, options):
+    """Three updates with windows inside of windows, and without, from one checkpoint."""
+    checkpoint = save_checkpoint(tmp_path / "model", **GPU_SIZES["bailing_hybrid"])
+    options = {"use_cpu": False, "max_steps": 3, "max_tokens_per_microbatch": 50, **options}
+    windows = train(TreeGRPOTrainer, checkpoint, tmp_path / "windows", **options)
+    options |= {"sharing_windows": False, "offload_producers": False, "max_tokens_per_microbatch": 4096}
+    plain = train(TreeGRPOTrainer, checkpoint, tmp_path / "plain", **options)
+    assert windows.logs[0]["tree/windows"] > 0 and plain.logs[0]["tree/windows"] == 0
+    assert next(windows.trainer.model.parameters()).device.type == "cuda"
+    assert gradient_error(windows, plain) <= 1e-2

@@ -97,7 +97,7 @@ def step_loss(log_probs, entropies, seed):
     generator = torch.Generator().manual_seed(seed)
     if len(log_probs) == 0:
         return log_probs.sum()
-    weights = torch.randn(2, len(log_probs), generator=generator)
+    weights = torch.randn(2, len(log_probs), generator=generator).to(log_probs.device)
     return (log_probs * weights[0]).sum() + (entropies * weights[1]).sum() + 5 * (log_probs.mean() / 2).exp()
 
 
@@ -129,7 +129,7 @@ def run_step(model, plan, sequences, after=lambda result: None, loss=None, score
         plan,
         trajectories,
         ForwardOptions(**options),
-        torch.device("cpu"),
+        model.device,
         loss=loss or default_loss,
         backward=lambda scalar: scalar.backward(),
         defer_sync=contextlib.nullcontext,

@@ -27,6 +27,7 @@ def forward(
     *,
     scale: float,
     has_initial_states: bool,
+    keep_intermediates: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Outputs `[1, T, H, V]`, and what `backward` needs beside q, k, v, beta and the slots. Fills `slots`."""
     sequences = {"cu_seqlens": layout.cu_seqlens, "chunk_indices": layout.chunk_indices}
@@ -37,7 +38,8 @@ def forward(
         k[0], w[0], u[0], decay[0], slots, layout, has_initial_states=has_initial_states, slots_are_known=False
     )
     output = chunk_fwd_o(q=q, k=k, v=v_new[None], h=h[None], g=decay, scale=scale, chunk_size=size, **sequences)
-    return output, (decay, inverse)
+    kept = (w, h, v_new) if keep_intermediates else ()
+    return output, (decay, inverse, *kept)
 
 
 def backward(
@@ -60,12 +62,15 @@ def backward(
     """
     sequences = {"cu_seqlens": layout.cu_seqlens, "chunk_indices": layout.chunk_indices}
     size = layout.chunk_size
-    decay, inverse = saved
-    w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=inverse, g=decay, **sequences)
-    h, v_new = run_states(
-        k[0], w[0], u[0], decay[0], slots, layout, has_initial_states=has_initial_states, slots_are_known=True
-    )
-    del u
+    decay, inverse, *kept = saved
+    if kept:
+        w, h, v_new = kept
+    else:
+        w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=inverse, g=decay, **sequences)
+        h, v_new = run_states(
+            k[0], w[0], u[0], decay[0], slots, layout, has_initial_states=has_initial_states, slots_are_known=True
+        )
+        del u
     dv = chunk_bwd_dv_local(q=q, k=k, g=decay, do=do, scale=scale, chunk_size=size, **sequences)
     dh, d_roots = run_state_gradients(
         q[0],
@@ -80,7 +85,7 @@ def backward(
         has_initial_states=has_initial_states,
     )
     dq, dk, dw, dg = run_chunk_gradients(q[0], k[0], v_new, decay[0], h, do[0], dh, dv[0], layout, scale=scale)
-    del h, dh, v_new, w
+    del h, dh, v_new, w, kept, saved
     dk_wy, dv, dbeta, dg_wy = prepare_wy_repr_bwd(
         k=k, v=v, beta=beta, g=decay, A=inverse, dw=dw[None], du=dv, **sequences
     )

@@ -1,7 +1,8 @@
 """KDA over packed tokens in three stages, forward and backward.
 
 What happens inside chunks is flash-linear-attention's (fla-core 0.6), one launch over all sequences; the recurrence
-over chunks is ours and walks the tree. The backward computes w, u, the states and v_new again, as upstream does.
+over chunks is ours and walks the tree. The backward computes w, u, the states and v_new again, as upstream does,
+unless the forward is told to keep them.
 """
 
 import torch
@@ -28,18 +29,28 @@ def forward(
     scale: float,
     safe_gate: bool,
     has_initial_states: bool,
+    keep_intermediates: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Outputs `[1, T, H, V]`, and what `backward` needs beside q, k, v, beta and the slots. Fills `slots`."""
     tables = _tables(layout)
     decay = chunk_local_cumsum(g, scale=RCP_LN2, **tables)
-    w, u, _, k_to_end, scores_qk, inverse = chunk_kda_fwd_intra(
-        q=q, k=k, v=v, gk=decay, beta=beta, scale=scale, safe_gate=safe_gate, **tables
+    w, u, q_decayed, k_to_end, scores_qk, inverse = chunk_kda_fwd_intra(
+        q=q,
+        k=k,
+        v=v,
+        gk=decay,
+        beta=beta,
+        scale=scale,
+        safe_gate=safe_gate,
+        disable_recompute=keep_intermediates,  # makes q_decayed
+        **tables,
     )
     h, v_new = run_states(
         k_to_end[0], w[0], u[0], decay[0], slots, layout, has_initial_states=has_initial_states, slots_are_known=False
     )
     output = chunk_gla_fwd_o_gk(q=q, v=v_new[None], g=decay, A=scores_qk, h=h[None], scale=scale, **tables)
-    return output, (decay, scores_qk, inverse)
+    kept = (w, q_decayed, k_to_end, h, v_new) if keep_intermediates else ()
+    return output, (decay, scores_qk, inverse, *kept)
 
 
 def backward(
@@ -59,21 +70,31 @@ def backward(
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of q and k `[1, T, H, K]`, v, g, beta, all per packed token, and of the roots' initial states."""
     tables = _tables(layout)
-    decay, scores_qk, inverse = saved
-    w, u, q_decayed, k_to_end = recompute_w_u_fwd(
-        q=q,
-        k=k,
-        v=v,
-        beta=beta,
-        A=inverse,
-        gk=decay,
-        cu_seqlens=tables["cu_seqlens"],
-        chunk_indices=tables["chunk_indices"],
-    )
-    h, v_new = run_states(
-        k_to_end[0], w[0], u[0], decay[0], slots, layout, has_initial_states=has_initial_states, slots_are_known=True
-    )
-    del u
+    decay, scores_qk, inverse, *kept = saved
+    if kept:
+        w, q_decayed, k_to_end, h, v_new = kept
+    else:
+        w, u, q_decayed, k_to_end = recompute_w_u_fwd(
+            q=q,
+            k=k,
+            v=v,
+            beta=beta,
+            A=inverse,
+            gk=decay,
+            cu_seqlens=tables["cu_seqlens"],
+            chunk_indices=tables["chunk_indices"],
+        )
+        h, v_new = run_states(
+            k_to_end[0],
+            w[0],
+            u[0],
+            decay[0],
+            slots,
+            layout,
+            has_initial_states=has_initial_states,
+            slots_are_known=True,
+        )
+        del u
     d_scores_qk, dv = chunk_kda_bwd_dAv(q=q, k=k, v=v_new[None], do=do, A=scores_qk, scale=scale, **tables)
     dh, d_roots = run_state_gradients(
         q_decayed[0],
@@ -87,7 +108,7 @@ def backward(
         scale=scale,
         has_initial_states=has_initial_states,
     )
-    del w, q_decayed, k_to_end
+    del w, q_decayed, k_to_end, kept, saved
     dq, dk, dv, dbeta, dg, d_inverse = chunk_kda_bwd_wy_dqkg_fused(
         q=q,
         k=k,

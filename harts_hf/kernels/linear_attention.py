@@ -47,6 +47,7 @@ def tree_kda(
     lower_bound: float | None = None,
     use_gate_in_kernel: bool = False,
     safe_gate: bool = False,
+    keep_intermediates: bool = False,
     implementation: Implementation | None = None,
 ) -> LinearAttentionOutput:
     """Kimi Delta Attention over the rows of a prefix tree: a delta rule with one decay per key channel.
@@ -71,6 +72,10 @@ def tree_kda(
             in fp32; `A_log` `[H]`, `dt_bias` `[H * K]`.
         safe_gate: a promise that every log decay lies in [-5, 0], which lets "tree" and "rounds" use tensor cores in
             the diagonal blocks. The others do not need it.
+        keep_intermediates: keep what "tree" computes again in its backward: the same bits, faster, for the memory of
+            the states of all chunks and some four inputs more. It costs nothing where activations are recomputed and
+            the backward follows at once. "torch" and "reference" keep what autograd keeps; "rounds" and "nodewise"
+            compute it again.
         implementation: see the module; defaults to "tree" on CUDA and "torch" elsewhere. Never falls back.
 
     Returns:
@@ -93,8 +98,9 @@ def tree_kda(
     elif A_log is not None or dt_bias is not None or lower_bound is not None:
         raise ValueError("A_log, dt_bias and lower_bound belong to use_gate_in_kernel=True")
     return _run(
-        q, k, v, g, beta, initial_states, layout, scale, use_qk_l2norm, implementation, "kda", safe_gate=safe_gate
-    )
+        q, k, v, g, beta, initial_states, layout, scale, use_qk_l2norm, implementation, "kda",
+        keep_intermediates=keep_intermediates, safe_gate=safe_gate,
+    )  # fmt: skip
 
 
 def tree_gated_delta_rule(
@@ -108,6 +114,7 @@ def tree_gated_delta_rule(
     scale: float | None = None,
     use_qk_l2norm: bool = False,
     initial_states: torch.Tensor | None = None,
+    keep_intermediates: bool = False,
     implementation: Implementation | None = None,
 ) -> LinearAttentionOutput:
     """Gated DeltaNet over the rows of a prefix tree: a delta rule with one decay per head.
@@ -115,7 +122,10 @@ def tree_gated_delta_rule(
     As `tree_kda`, with S' = exp(g_r) S_p and `g` of shape `[C, H]`. On CUDA the chunk size is 64.
     """
     _check_inputs(q, k, v, g, beta, initial_states, layout, decay_shape=tuple(v.shape[:2]))
-    return _run(q, k, v, g, beta, initial_states, layout, scale, use_qk_l2norm, implementation, "gated_delta_rule")
+    return _run(
+        q, k, v, g, beta, initial_states, layout, scale, use_qk_l2norm, implementation, "gated_delta_rule",
+        keep_intermediates=keep_intermediates,
+    )  # fmt: skip
 
 
 def _log_decay(g, A_log, dt_bias, lower_bound: float | None) -> torch.Tensor:
@@ -171,6 +181,8 @@ def _run(
     use_qk_l2norm: bool,
     implementation: Implementation | None,
     kind: Literal["kda", "gated_delta_rule"],
+    *,
+    keep_intermediates: bool,
     safe_gate: bool = False,
 ) -> LinearAttentionOutput:
     if scale is None:
@@ -187,6 +199,7 @@ def _run(
         from .linear_attention_tree import run_tree  # needs Triton and flash-linear-attention
 
         options = {"scale": scale, "use_qk_l2norm": use_qk_l2norm, "safe_gate": safe_gate}
+        options["keep_intermediates"] = keep_intermediates
         return LinearAttentionOutput(*run_tree(q, k, v, g, beta, initial_states, layout.sequences, **options))
     if implementation in ("rounds", "nodewise"):
         if implementation == "nodewise" and (initial_states is not None or len(layout.boundary_chunks)):

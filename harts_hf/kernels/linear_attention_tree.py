@@ -29,6 +29,7 @@ def run_tree(
     scale: float,
     use_qk_l2norm: bool,
     safe_gate: bool,
+    keep_intermediates: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs `[C, H, V]` in `q`'s dtype, and the requested states `[M, H, K, V]` in fp32."""
     stages = kda_stages if g.dim() == 3 else gated_delta_rule_stages
@@ -37,13 +38,15 @@ def run_tree(
         options["safe_gate"] = safe_gate
     tensors = (x.contiguous() for x in (q, k, v, g, beta))
     with torch.cuda.device(q.device):
-        return _TreeLinearAttention.apply(*tensors, initial_states, layout, stages, use_qk_l2norm, options)
+        return _TreeLinearAttention.apply(
+            *tensors, initial_states, layout, stages, use_qk_l2norm, keep_intermediates, options
+        )
 
 
 class _TreeLinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, q, k, v, g, beta, initial_states, layout: SequenceLayout, stages: ModuleType, use_l2norm, options
+        ctx, q, k, v, g, beta, initial_states, layout: SequenceLayout, stages: ModuleType, use_l2norm, keep, options
     ):
         q_rstd = k_rstd = None
         dtypes = [x.dtype for x in (v, g, beta)]
@@ -64,7 +67,7 @@ class _TreeLinearAttention(torch.autograd.Function):
         )
         if initial_states is not None:
             slots[: layout.num_roots] = initial_states
-        output, saved = stages.forward(q, k, v, g, beta, slots, layout, **options)
+        output, saved = stages.forward(q, k, v, g, beta, slots, layout, keep_intermediates=keep, **options)
         ctx.save_for_backward(q, k, v, beta, q_rstd, k_rstd, slots, *saved)
         ctx.layout, ctx.stages, ctx.options, ctx.dtypes = layout, stages, options, dtypes
         return gather(output[0], layout.output_positions), slots[layout.requested_slots - first_slot]
@@ -77,8 +80,9 @@ class _TreeLinearAttention(torch.autograd.Function):
         with torch.cuda.device(q.device):
             do = gather(d_output.contiguous(), layout.owned_rows)[None]
             d_states = d_states.contiguous() if len(layout.requested_slots) else None
+            saved = tuple(saved)
             dq, dk, dv, dg, dbeta, d_roots = ctx.stages.backward(
-                q, k, v, beta, tuple(saved), slots, do, d_states, layout, **ctx.options
+                q, k, v, beta, saved, slots, do, d_states, layout, **ctx.options
             )
             # A replayed token has no output, so its query has no gradient.
             dq = _sum_heads(dq[0], q[0], q_rstd, layout, layout.owned_sums)
@@ -87,7 +91,7 @@ class _TreeLinearAttention(torch.autograd.Function):
                 sum_rows(x[0], layout.sums, dtype) for x, dtype in zip((dv, dg, dbeta), ctx.dtypes, strict=True)
             )
         d_roots = d_roots if ctx.options["has_initial_states"] else None
-        return dq, dk, dv, dg, dbeta, d_roots, None, None, None, None
+        return dq, dk, dv, dg, dbeta, d_roots, *(None,) * 5
 
 
 def _sum_heads(

@@ -159,7 +159,7 @@ class _LinearLogProbs(torch.autograd.Function):
         buffer = _tile_buffer(hidden, weight, ctx.tile, ctx.dtype)
         for entries in _tiles(len(weight), ctx.tile[1]):
             weight_tile, bias_tile = _cast(weight, bias, entries, ctx.dtype)
-            grad_weight_tile = torch.zeros_like(weight_tile, dtype=log_z.dtype) if need_weight else None
+            grad_weight_tile = None
             grad_bias_tile = torch.zeros_like(bias_tile, dtype=log_z.dtype) if need_bias else None
             for rows in _tiles(len(hidden), ctx.tile[0]):
                 hidden_rows = hidden[rows].to(ctx.dtype)
@@ -175,7 +175,11 @@ class _LinearLogProbs(torch.autograd.Function):
                 )
                 if need_hidden:
                     _add_product(grad_hidden[rows], grad, weight_tile)
-                if need_weight:
+                if need_weight and len(grad) == len(hidden):  # all rows in one product, rounded once
+                    grad_weight_tile = grad.t() @ hidden_rows
+                elif need_weight:
+                    if grad_weight_tile is None:
+                        grad_weight_tile = torch.zeros_like(weight_tile, dtype=log_z.dtype)
                     _add_product(grad_weight_tile, grad.t(), hidden_rows)
                 if need_bias:
                     grad_bias_tile += grad.sum(0, dtype=log_z.dtype)

@@ -81,6 +81,7 @@ def _chunk_seam(
     kind: str,
     harts_batch: CompactBatch,
     harts_safe_gate: bool,
+    harts_recomputes: bool,
     harts_layer: int,
     harts_linear_attention: str | None = None,
     initial_state: torch.Tensor | None = None,
@@ -117,6 +118,7 @@ def _chunk_seam(
         use_qk_l2norm=use_qk_l2norm_in_kernel,
         initial_states=state,
         implementation=harts_linear_attention,
+        keep_intermediates=harts_recomputes,  # they live from the layer's recomputation to its backward
         **options,
     )
     if sink is not None and boundary_rows:
