@@ -156,10 +156,14 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if need_weight else None
         grad_bias = torch.zeros_like(bias) if need_bias else None
 
+        # A tile of all rows gives its part of the weight's gradient in one product, which cuBLAS rounds once.
+        one_product = len(hidden) <= ctx.tile[0] and weight.dtype == ctx.dtype
         buffer = _tile_buffer(hidden, weight, ctx.tile, ctx.dtype)
         for entries in _tiles(len(weight), ctx.tile[1]):
             weight_tile, bias_tile = _cast(weight, bias, entries, ctx.dtype)
             grad_weight_tile = None
+            if need_weight and not one_product:
+                grad_weight_tile = torch.zeros_like(weight_tile, dtype=log_z.dtype)
             grad_bias_tile = torch.zeros_like(bias_tile, dtype=log_z.dtype) if need_bias else None
             for rows in _tiles(len(hidden), ctx.tile[0]):
                 hidden_rows = hidden[rows].to(ctx.dtype)
@@ -175,15 +179,13 @@ class _LinearLogProbs(torch.autograd.Function):
                 )
                 if need_hidden:
                     _add_product(grad_hidden[rows], grad, weight_tile)
-                if need_weight and len(grad) == len(hidden):  # all rows in one product, rounded once
-                    grad_weight_tile = grad.t() @ hidden_rows
+                if need_weight and one_product:
+                    grad_weight[entries] = grad.t() @ hidden_rows
                 elif need_weight:
-                    if grad_weight_tile is None:
-                        grad_weight_tile = torch.zeros_like(weight_tile, dtype=log_z.dtype)
                     _add_product(grad_weight_tile, grad.t(), hidden_rows)
                 if need_bias:
                     grad_bias_tile += grad.sum(0, dtype=log_z.dtype)
-            if need_weight:
+            if need_weight and not one_product:
                 grad_weight[entries] = grad_weight_tile
             if need_bias:
                 grad_bias[entries] = grad_bias_tile
