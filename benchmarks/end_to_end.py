@@ -18,7 +18,8 @@ groups of rollouts (`rollout_steps.py`); the optimizer's update is timed apart. 
 Times are the median of complete passes after one microbatch of warm-up; `spread` is the largest difference between
 passes, over their shortest, up to the last microbatch that all have run. Rows are counted at the embedding.
 `efficiency` is the speedup over `expanded` divided by compression. The record is written after each measurement, and
-what no longer fits `--max-seconds` is named as skipped. Ends with an error if losses differ by more than rounding.
+what no longer fits `--max-seconds` is named as skipped. Ends with an error if
+a variant failed, or its loss differs from Expanded's by more than rounding.
 """
 
 import argparse
@@ -29,6 +30,7 @@ import os
 import statistics
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,6 +84,7 @@ class Benchmark:
     def __init__(self, arguments: argparse.Namespace):
         self.arguments = arguments
         self.begin = time.perf_counter()
+        self.has_failed = False
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.is_cuda = self.device.type == "cuda"
         build_begin = time.perf_counter()
@@ -150,8 +153,10 @@ class Benchmark:
                     variants[name] = self.measure_expanded(runner)
                 else:
                     variants[name] = self.measure_trees(runner, variant, name)
-            except torch.OutOfMemoryError as error:
-                variants[name] = {"skipped": f"out of memory: {error}"}
+            except (RuntimeError, ValueError) as error:  # out of memory too: the others are still to be measured
+                traceback.print_exc()
+                variants[name] = {"skipped": f"failed: {type(error).__name__}: {error}"}
+                self.has_failed = True
             self.model.zero_grad(set_to_none=True)
         self.write()
         print(f"  {summary(variants[name])}", flush=True)
@@ -203,8 +208,18 @@ class Benchmark:
     def measure_padded(self, runner: StepRunner) -> dict:
         step, limit = runner.step, self.arguments.padded_seconds
         batch_size = max(1, self.arguments.padded_rows // max(map(len, step.sequences)))
-        entry = self.passes(runner, lambda **limits: runner.padded(batch_size, **limits), "padded", limit)
-        return entry | {"batch_size": batch_size}
+
+        def run(**limits) -> StepRun:
+            return runner.padded(batch_size, **limits)
+
+        while True:
+            try:
+                return self.passes(runner, run, "padded", limit) | {"batch_size": batch_size}
+            except torch.OutOfMemoryError:
+                if batch_size == 1:
+                    raise
+            batch_size //= 2
+            print(f"  out of memory: padded batches of {batch_size} trajectories", flush=True)
 
     def passes(self, runner: StepRunner, run: Callable[..., StepRun], name: str, limit: float | None = None) -> dict:
         """Warm up, run the step twice, or three times if the passes differ, and profile a microbatch."""
@@ -218,10 +233,10 @@ class Benchmark:
         peak = torch.cuda.max_memory_allocated() if self.is_cuda else None
         if self.is_cuda and "optimizer" not in self.record:
             self.record["optimizer"] = time_optimizer(self.model)
-        while len(runs) < 2 or (len(runs) < 3 and spread(runs) > STEADY):
-            repeat_limit = min(self.arguments.repeat_seconds, self.seconds_left)
-            if repeat_limit < 1:
-                break
+        repeat_limit = min(limit, self.arguments.repeat_seconds)
+        if runs[0].seconds > repeat_limit:  # a later pass will not be complete: it only shows the spread
+            repeat_limit /= 2
+        while (len(runs) < 2 or (len(runs) < 3 and spread(runs) > STEADY)) and self.seconds_left > repeat_limit:
             runs.append(run(seconds_limit=repeat_limit))
         entry = self.entry(runner, runs) | {"peak_bytes": peak}
         if self.is_cuda and name in self.arguments.profile and name not in self.record.get("profiles", {}):
@@ -267,6 +282,7 @@ def time_optimizer(model) -> dict:
 
     The gradients of the pass before are there; a clipping of their norm is part of it, as in training.
     """
+    kind = "fused AdamW without a master copy in fp32, clipping included"
     parameters = [p for p in model.parameters() if p.grad is not None]
     try:
         optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0, fused=True)
@@ -278,9 +294,9 @@ def time_optimizer(model) -> dict:
             optimizer.step()
             torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
-        result = {"kind": "fused AdamW, clipping included", "seconds": round(statistics.median(times[1:]), 4)}
+        result = {"kind": kind, "seconds": round(statistics.median(times[1:]), 4)}
     except torch.OutOfMemoryError:
-        return {"kind": "fused AdamW, clipping included", "seconds": "out of memory"}
+        return {"kind": kind, "seconds": "out of memory"}
     del optimizer
     torch.cuda.empty_cache()
     return result
@@ -288,7 +304,7 @@ def time_optimizer(model) -> dict:
 
 def versions() -> dict[str, str]:
     found = {"python": sys.version.split()[0]}
-    for name in ("torch", "triton", "transformers", "trl", "fla-core", "flash-attn-4"):
+    for name in ("torch", "triton", "transformers", "trl", "fla-core", "flash-attn-4", "causal-conv1d"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -363,6 +379,8 @@ def main() -> None:
     wrong = wrong_losses(benchmark.record)
     if wrong:
         sys.exit(f"losses differ by more than rounding: {wrong}")
+    if benchmark.has_failed:
+        sys.exit("some variants failed: see the record")
 
 
 if __name__ == "__main__":

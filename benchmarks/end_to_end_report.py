@@ -13,7 +13,10 @@ def derive(record: dict) -> None:
         for name, entry in measured.items():
             entry["compression"] = round(entry["expanded_tokens"] / entry["rows_computed"], 4)
             if "plan_seconds" in entry:
-                entry["planning_share"] = round(entry["plan_seconds"] / (entry["plan_seconds"] + entry["seconds"]), 4)
+                planning = (
+                    entry["plan_seconds"] + entry["tree_seconds"]
+                )  # trees are built inside of the step's seconds
+                entry["planning_share"] = round(planning / (entry["plan_seconds"] + entry["seconds"]), 4)
             if expanded is None or name == "expanded":
                 continue
             speedup = entry["expanded_tokens_per_second"] / expanded["expanded_tokens_per_second"]
@@ -76,9 +79,8 @@ def print_table(record: dict) -> None:
             print(f"{name:<16}" + "".join(f"{_cell(entry, key, form):>13}" for _, key, form in COLUMNS) + share)
     for name, profile in record.get("profiles", {}).items():
         parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in profile["by_component"].items())
-        print(
-            f"\none microbatch of {name}: {profile['seconds']:.2f} s, {profile['gpu_seconds']:.2f} s on the GPU: {parts}"
-        )
+        times = f"{profile['seconds']:.2f} s, {profile['gpu_seconds']:.2f} s on the GPU"
+        print(f"\none microbatch of {name}: {times}: {parts}")
 
 
 def _cell(entry: dict, key: str, form: str) -> str:

@@ -185,7 +185,10 @@ class _Watch:
         weights = np.zeros(len(log_probs))
         for k, i in enumerate(result.microbatch.trajectories):
             weights[self._scores(result, k, i)] += self._weights[i]
-        return (log_probs * torch.from_numpy(weights).float().to(self._device)).sum()
+        weights = torch.from_numpy(weights).float()
+        if self._device.type == "cuda":  # a copy from pageable memory waits for the forward
+            weights = weights.pin_memory()
+        return (log_probs * weights.to(self._device, non_blocking=True)).sum()
 
     def after(self, result: MicrobatchResult) -> None:
         self._run.work.add_batch(result.batch)
