@@ -69,8 +69,8 @@ VARIANTS = {
 ORDER = (
     ("expanded", "tree"),
     ("tree_windows",),
-    ("padded",),
     ("rounds",),
+    ("padded",),
     ("nodewise",),
     ("rounds_windows",),
 )
@@ -130,7 +130,7 @@ class Benchmark:
             "longest": max(map(len, step.sequences)),
             "longer_than_a_microbatch": f"{step.num_left_out} trajectories of these groups, left out for all variants"
             if self.is_cuda
-            else "cut",
+            else "tokens are left out, the longest are cut",
             "loss_scale": float((abs(step.advantages) / step.num_scored).sum()),
             "variants": {},
         }
@@ -265,7 +265,7 @@ class Benchmark:
             "mfu": round(self.flops.model_flops(first.work) / seconds / H200_FLOPS, 4),
             "hfu": round(self.flops.hardware_flops(first.work) / seconds / H200_FLOPS, 4),
             "loss": runner.loss_of(first.log_prob_sums),
-            "log_prob_sums": {i: round(total, 4) for i, total in sorted(first.log_prob_sums.items())},
+            "log_prob_sums": dict(sorted(first.log_prob_sums.items())),
             "loss_weights": [float(w) for w in -runner.step.advantages / runner.step.num_scored],
         }
 
@@ -334,10 +334,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-seconds", type=float, default=400.0, help="of the whole run, but for imports")
     parser.add_argument("--max-seconds-variant", type=float, default=60.0, help="of a first pass over a step")
     parser.add_argument("--repeat-seconds", type=float, default=9.0, help="of a later pass over a step")
-    parser.add_argument("--padded-seconds", type=float, default=5.0, help="of a first padded pass")
+    parser.add_argument("--padded-seconds", type=float, default=4.0, help="of a first padded pass")
     parser.add_argument("--layers", type=int, default=None, help="of the model, instead of 24")
     parser.add_argument("--attention", default=None, help="of all variants but padded; see tree_attention.py")
-    parser.add_argument("--profile", nargs="*", default=["expanded", "tree", "padded", "nodewise"], help="variants")
+    parser.add_argument("--profile", nargs="*", default=["expanded", "tree"], help="variants")
     parser.add_argument("--seed", type=int, default=0)
     default = Path(__file__).parent / "results" / "end_to_end.json" if cuda else None
     parser.add_argument("--json", type=Path, default=default, help="by default in results/, on the CPU none")
@@ -360,7 +360,7 @@ def main() -> None:
             num_tokens=arguments.tokens,
             max_length=arguments.rows if benchmark.is_cuda else min(200, arguments.rows),
             vocab_size=benchmark.model.config.vocab_size,
-            cut=not benchmark.is_cuda,
+            thin=not benchmark.is_cuda,
             seed=arguments.seed,
         )
         runners.append(benchmark.add_step(step))

@@ -28,7 +28,7 @@ SETS = {  # name: file, sampling form, remark
 }
 BUNDLED = "tau_bench_bundled/tree_step"
 _BUNDLED_FILE = Path(__file__).parents[1] / "examples" / "data" / "tau_bench_airline" / "rollouts.jsonl.gz"
-_SYSTEM_WORDS = 64
+_SYSTEM_WORDS = 400
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def load_step(
     num_tokens: int,
     max_length: int,
     vocab_size: int,
-    cut: bool = False,
+    thin: bool = False,
     seed: int = 0,
 ) -> RolloutStep:
     """One step of a set: groups in an order drawn with the seed, until `num_tokens` expanded tokens are reached.
@@ -90,7 +90,8 @@ def load_step(
         num_tokens: least expanded tokens; fewer if the set has no more. The last group makes it more.
         max_length: most tokens of a trajectory.
         vocab_size: ids are taken modulo this, which keeps shared prefixes shared.
-        cut: cut trajectories at `max_length` instead of leaving the longer ones out.
+        thin: for small models: keep every so many tokens, the same number for all trajectories, that those of the
+            first group become `max_length` long at most; cut longer ones. Trees keep their shape.
         seed: of the order of groups and of the advantages.
 
     Raises:
@@ -101,19 +102,23 @@ def load_step(
     else:
         groups, samples_of, remark = _npz_groups(name, folder)
     rng = np.random.default_rng(seed)
-    trajectories, num_groups, left_out, total = [], 0, 0, 0
+    trajectories, num_groups, left_out, total, stride = [], 0, 0, 0, None
     for group in rng.permutation(groups).tolist():
         if total >= num_tokens:
             break
         num_groups += 1
-        for tokens, mask in samples_of(group):
-            if len(tokens) > max_length and not cut:
+        samples = list(samples_of(group))
+        if thin:
+            stride = stride or -(-max(len(tokens) for tokens, _ in samples) // max_length)
+            samples = [(tokens[::stride][:max_length], mask[::stride][:max_length]) for tokens, mask in samples]
+        for tokens, mask in samples:
+            if len(tokens) > max_length:
                 left_out += 1
                 continue
-            scored = np.asarray(mask[:max_length], dtype=bool).copy()
+            scored = np.array(mask, dtype=bool)
             scored[0] = False
             if scored.any():
-                token_ids = np.asarray(tokens[:max_length], dtype=np.int64) % vocab_size
+                token_ids = np.asarray(tokens, dtype=np.int64) % vocab_size
                 trajectories.append(Trajectory(token_ids, scored))
                 total += len(token_ids)
     if not trajectories:

@@ -113,10 +113,13 @@ class StepRunner:
         return self._watched(run, **limits)
 
     def padded(self, batch_size: int, **limits) -> StepRun:
-        """Run the stock forward on padded batches, by TRL's own function for log-probs of completions."""
+        """Run the stock forward on padded batches, by TRL's own function for log-probs of completions.
+
+        Trajectories are shuffled, as TRL does, always in the same way.
+        """
         trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=contextlib.nullcontext))
         log_probs_of = GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__  # below TRL's profiling context
-        indices = list(range(len(self.step.trajectories)))
+        indices = np.random.default_rng(0).permutation(len(self.step.trajectories)).tolist()
 
         def run(watch: "_Watch") -> None:
             for first in range(0, len(indices), batch_size):
@@ -203,7 +206,7 @@ class _Watch:
         lengths = np.array([len(self._step.trajectories[i].token_ids) for i in members])
         self._run.work.add_trajectories(lengths, scored)
         self._sums.append((tuple(members), None, sums))
-        self._end_microbatch()
+        self._end_microbatch(waits=True)
 
     def finish(self, is_complete: bool) -> StepRun:
         run = self._run
@@ -219,17 +222,17 @@ class _Watch:
     def _scores(self, result: MicrobatchResult, k: int, trajectory: int) -> np.ndarray:
         return result.batch.scores(k)[self._step.trajectories[trajectory].scored]
 
-    def _end_microbatch(self) -> None:
+    def _end_microbatch(self, waits: bool = False) -> None:
         run = self._run
         run.trajectories += self._sums[-1][0]
         run.microbatches += 1
         self._events.append(self._event())
         if run.microbatches == self._microbatch_limit:
             raise StopStepError
-        # The one before is waited for, so that the device always has work.
-        if len(run.trajectories) < len(self._step.trajectories) and len(self._events) > 2:
-            if self._seconds_to(self._events[-2]) > self._seconds_limit:
-                raise StopStepError
+        # Unless a microbatch takes seconds, the one before is waited for, so that the device always has work.
+        ended = self._events[-1 if waits else -2]
+        if len(run.trajectories) < len(self._step.trajectories) and self._seconds_to(ended) > self._seconds_limit:
+            raise StopStepError
 
     def _event(self):
         if self._device.type != "cuda":

@@ -21,7 +21,7 @@ def benchmarks(monkeypatch):
 
 def test_end_to_end_on_the_cpu(tmp_path):
     path = tmp_path / "end_to_end.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "end_to_end.py"), "--tokens", "1600", "--rows", "450"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "end_to_end.py"), "--tokens", "1600", "--rows", "300"]
     command += ["--expanded-rows", "450", "--layers", "4", "--json", str(path), "--plot", str(tmp_path / "plot.png")]
     environment = {name: value for name, value in os.environ.items() if name != "HARTS_ROLLOUTS"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -74,8 +74,8 @@ def test_steps_are_whole_groups(benchmarks):
     shorter = sorted(map(len, step.sequences))[1]
     some = load_step(BUNDLED, None, max_length=shorter, **options)
     assert some.num_left_out > 0 and max(map(len, some.sequences)) <= shorter
-    cut = load_step(BUNDLED, None, max_length=shorter, cut=True, **options)
-    assert cut.num_left_out == 0 and max(map(len, cut.sequences)) == shorter
+    thinned = load_step(BUNDLED, None, max_length=50, thin=True, **options)
+    assert thinned.num_left_out == 0 and max(map(len, thinned.sequences)) <= 50
 
 
 def test_trajectories_are_packed_whole(benchmarks):
