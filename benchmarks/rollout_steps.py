@@ -16,13 +16,13 @@ import numpy as np
 from harts_hf.execution import Trajectory
 
 SETS = {  # name: file, sampling form, remark
-    "swe_bench/step_wise": ("swe_bench_gemini3", "step_wise", ""),
-    "swe_bench/step_wise_without_thoughts": ("swe_bench_gemini3", "step_wise_without_thoughts", ""),
     "swe_treestep/tree_step": (
         "swe_treestep_semisynthetic",
         "tree_step",
         "text of real episodes, their branching is made up",
     ),
+    "swe_bench/step_wise": ("swe_bench_gemini3", "step_wise", ""),
+    "swe_bench/step_wise_without_thoughts": ("swe_bench_gemini3", "step_wise_without_thoughts", ""),
     "tau_bench/tree_step": ("tau_bench_airline_gpt4o", "tree_step", ""),
     "toolbench/tree_step": ("toolbench_dfs_tree", "tree_step", ""),
 }

@@ -7,13 +7,12 @@ weighed by the trajectories that score it.
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 from rollout_steps import RolloutStep
-from step_work import StepWork
+from step_run import StepRun, StepWatch, StopStepError, synchronize
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
@@ -27,35 +26,6 @@ from harts_hf.tree import PrefixTree
 from harts_hf.window_batches import WindowBatches
 
 OPTIONS = ForwardOptions(with_entropies=False)
-
-
-class StopStepError(Exception):
-    """Raised inside of a step to end it early."""
-
-
-@dataclass
-class StepRun:
-    """One pass over a step, or its beginning.
-
-    Attributes:
-        seconds (`float`): wall time, device work included.
-        marks (`list[float]`): seconds from the start to the end of each microbatch's backward, on the device's clock.
-        is_complete (`bool`): all trajectories have run.
-        trajectories (`list[int]`): those that have run, in order.
-        microbatches (`int`): forwards of trajectories; producers of sharing windows come on top.
-        embedded_rows (`int`): rows that went through the embedding, padding included.
-        work (`StepWork`): what was computed.
-        log_prob_sums (`dict[int, float]`): sum of the scored tokens' log-probs of each trajectory that has run.
-    """
-
-    seconds: float = 0.0
-    marks: list[float] = field(default_factory=list)
-    is_complete: bool = False
-    trajectories: list[int] = field(default_factory=list)
-    microbatches: int = 0
-    embedded_rows: int = 0
-    work: StepWork = field(default_factory=StepWork)
-    log_prob_sums: dict[int, float] = field(default_factory=dict)
 
 
 class StepRunner:
@@ -81,7 +51,7 @@ class StepRunner:
     def trees(self, plan: StepPlan, **limits) -> StepRun:
         """Run a plan with the model's tree forward."""
 
-        def run(watch: "_Watch") -> None:
+        def run(watch: StepWatch) -> None:
             train_plan(
                 self.model,
                 plan,
@@ -99,7 +69,7 @@ class StepRunner:
     def packed(self, bins: list[list[int]], **limits) -> StepRun:
         """Run trajectories apart, several in a microbatch, with the same model code as trees."""
 
-        def run(watch: "_Watch") -> None:
+        def run(watch: StepWatch) -> None:
             for members in bins:
                 own = [self.step.trajectories[i] for i in members]
                 forest = PrefixTree.without_sharing([t.token_ids for t in own])
@@ -121,7 +91,7 @@ class StepRunner:
         log_probs_of = GRPOTrainer._get_per_token_logps_and_entropies.__wrapped__  # below TRL's profiling context
         indices = np.random.default_rng(0).permutation(len(self.step.trajectories)).tolist()
 
-        def run(watch: "_Watch") -> None:
+        def run(watch: StepWatch) -> None:
             for first in range(0, len(indices), batch_size):
                 members = indices[first : first + batch_size]
                 ids, mask, scored, width = self._pad(members)
@@ -147,110 +117,21 @@ class StepRunner:
         ids, mask, scored = (torch.from_numpy(x).to(self.device) for x in (ids, mask, scored))
         return ids, mask, scored[:, -completion:], completion
 
-    def _watched(self, run: Callable[["_Watch"], None], **limits) -> StepRun:
+    def _watched(self, run: Callable[[StepWatch], None], **limits) -> StepRun:
         self.model.zero_grad(set_to_none=True)
-        watch = _Watch(self.step, self._weights, self.device, **limits)
+        watch = StepWatch(self.step, self._weights, self.device, **limits)
         hook = self.model.get_input_embeddings().register_forward_pre_hook(watch.count_rows)
-        _synchronize(self.device)
+        synchronize(self.device)
         watch.begin()
         try:
             run(watch)
-            _synchronize(self.device)
+            synchronize(self.device)
             return watch.finish(is_complete=True)
         except StopStepError:
-            _synchronize(self.device)
+            synchronize(self.device)
             return watch.finish(is_complete=False)
         finally:
             hook.remove()
-
-
-class _Watch:
-    """Loss, clock and counts of one pass."""
-
-    def __init__(
-        self, step, weights, device, seconds_limit: float = float("inf"), microbatch_limit: int | None = None
-    ):
-        self._step, self._weights, self._device = step, weights, device
-        self._seconds_limit, self._microbatch_limit = seconds_limit, microbatch_limit
-        self._run = StepRun()
-        self._events: list = []
-        self._sums: list[tuple[tuple[int, ...], list[np.ndarray] | None, torch.Tensor]] = []
-
-    def begin(self) -> None:
-        self._begin = time.perf_counter()
-        self._events.append(self._event())
-
-    def count_rows(self, module, args) -> None:
-        self._run.embedded_rows += args[0].numel()
-
-    def loss(self, result: MicrobatchResult) -> torch.Tensor:
-        log_probs = result.output.log_probs
-        weights = np.zeros(len(log_probs))
-        for k, i in enumerate(result.microbatch.trajectories):
-            weights[self._scores(result, k, i)] += self._weights[i]
-        weights = torch.from_numpy(weights).float()
-        if self._device.type == "cuda":  # a copy from pageable memory waits for the forward
-            weights = weights.pin_memory()
-        return (log_probs * weights.to(self._device, non_blocking=True)).sum()
-
-    def after(self, result: MicrobatchResult) -> None:
-        self._run.work.add_batch(result.batch)
-        members = result.microbatch.trajectories
-        if not members:  # a producer's forward
-            return
-        scores = [self._scores(result, k, i) for k, i in enumerate(members)]
-        self._sums.append((members, scores, result.output.log_probs.detach()))
-        self._end_microbatch()
-
-    def after_padded(self, members: list[int], sums: torch.Tensor, scored: int) -> None:
-        lengths = np.array([len(self._step.trajectories[i].token_ids) for i in members])
-        self._run.work.add_trajectories(lengths, scored)
-        self._sums.append((tuple(members), None, sums))
-        self._end_microbatch(waits=True)
-
-    def finish(self, is_complete: bool) -> StepRun:
-        run = self._run
-        run.seconds = time.perf_counter() - self._begin
-        run.marks = [self._seconds_to(event) for event in self._events[1:]]
-        run.is_complete = is_complete or len(run.trajectories) == len(self._step.trajectories)
-        for members, scores, values in self._sums:
-            values = values.double().cpu()
-            totals = values if scores is None else [values[torch.from_numpy(at)].sum() for at in scores]
-            run.log_prob_sums |= {i: float(total) for i, total in zip(members, totals, strict=True)}
-        return run
-
-    def _scores(self, result: MicrobatchResult, k: int, trajectory: int) -> np.ndarray:
-        return result.batch.scores(k)[self._step.trajectories[trajectory].scored]
-
-    def _end_microbatch(self, waits: bool = False) -> None:
-        run = self._run
-        run.trajectories += self._sums[-1][0]
-        run.microbatches += 1
-        self._events.append(self._event())
-        if run.microbatches == self._microbatch_limit:
-            raise StopStepError
-        # Unless a microbatch takes seconds, the one before is waited for, so that the device always has work.
-        ended = self._events[-1 if waits else -2]
-        if len(run.trajectories) < len(self._step.trajectories) and self._seconds_to(ended) > self._seconds_limit:
-            raise StopStepError
-
-    def _event(self):
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _seconds_to(self, event) -> float:
-        if self._device.type != "cuda":
-            return event - self._events[0]
-        event.synchronize()
-        return self._events[0].elapsed_time(event) / 1e3
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 @contextlib.contextmanager
@@ -307,5 +188,5 @@ def build_batches(plan: StepPlan, step: RolloutStep, device: torch.device) -> fl
     for batch in made:
         batch.chunk_layout()
         batch.conv_layout(4)
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - begin
