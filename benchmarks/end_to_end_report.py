@@ -78,6 +78,8 @@ def print_table(record: dict) -> None:
             share = "" if entry["complete"] else f"  ({entry['share_of_tokens']:.0%} of the step)"
             print(f"{name:<16}" + "".join(f"{_cell(entry, key, form):>13}" for _, key, form in COLUMNS) + share)
     for name, profile in record.get("profiles", {}).items():
+        if "failed" in profile:
+            continue
         parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in profile["by_component"].items())
         times = f"{profile['seconds']:.2f} s, {profile['gpu_seconds']:.2f} s on the GPU"
         print(f"\none microbatch of {name}: {times}: {parts}")

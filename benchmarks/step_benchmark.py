@@ -218,9 +218,18 @@ class Benchmark:
         entry = self.entry(runner, runs) | {"peak_bytes": peak}
         if self.is_cuda and name in self.arguments.profile and name not in self.record.get("profiles", {}):
             if self.seconds_left > FEWEST_SECONDS:
-                profile = profile_components(lambda: run(microbatch_limit=1))
-                self.record.setdefault("profiles", {})[name] = {"set": runner.step.name} | profile
+                self.profile(name, runner.step.name, lambda: run(microbatch_limit=1))
         return entry
+
+    def profile(self, name: str, set_name: str, job: Callable[[], StepRun]) -> None:
+        """Record where the GPU's time goes in a variant's first microbatch; a failure costs the profile alone."""
+        try:
+            profile = profile_components(job)
+        except RuntimeError as error:
+            traceback.print_exc()
+            profile = {"failed": str(error)}
+            self.has_failed = True
+        self.record.setdefault("profiles", {})[name] = {"set": set_name} | profile
 
     def entry(self, runner: StepRunner, runs: list[StepRun]) -> dict:
         first = runs[0]
