@@ -126,3 +126,22 @@ def test_training_with_windows_on_the_gpu(tmp_path, options):
     assert windows.logs[0]["tree/windows"] > 0 and plain.logs[0]["tree/windows"] == 0
     assert next(windows.trainer.model.parameters()).device.type == "cuda"
     assert gradient_error(windows, plain) <= 1e-2
+
+
+@on_gpu
+def test_memory_is_flat_over_fifty_steps():
+    """Five plans, ten times each: nothing stays behind, and each plan peaks where it did before."""
+    model = tiny_model("bailing_hybrid", **GPU_SIZES["bailing_hybrid"]).to("cuda").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    steps = [random_window_step(np.random.default_rng(seed), 60 + 50 * seed, 4, 70) for seed in range(5)]
+    left, peaks = [], []
+    for _ in range(10):
+        for sequences, plan in steps:
+            torch.cuda.reset_peak_memory_stats()
+            run_step(model, plan, sequences)
+            torch.cuda.synchronize()
+            peaks.append(torch.cuda.max_memory_allocated())
+            left.append(torch.cuda.memory_allocated())
+    assert max(left[5:]) <= left[4], left
+    for k in range(5):
+        assert max(peaks[5 + k :: 5]) <= 1.01 * peaks[k] + 2**20, peaks[k::5]
