@@ -129,12 +129,12 @@ def tables_milliseconds(batch: CompactBatch, inputs, shape: str, implementation:
     return round(1e3 * statistics.median(extra), 3)
 
 
-def run(sequences, shape: str, names: list[str], repeats: int) -> dict:
+def run(sequences, shape: str, best_dense: float, arguments: argparse.Namespace) -> dict:
     batch = CompactBatch(PrefixTree.from_sequences(sequences), device="cuda")
     tree, layout = batch.tree, batch.attention_layout()
     pairs = int((tree.position_ids.astype(np.int64) + 1).sum())
     gathered = len(attention_paths(layout).key_rows)
-    names = [name for name in names if name != "varlen" or gathered <= MAX_GATHERED]
+    names = [name for name in arguments.implementation if name != "varlen" or gathered <= MAX_GATHERED]
     if not names:
         return {"rows": tree.num_rows, "gathered_keys": gathered, "note": "too many gathered keys"}
     inputs, grad = make_inputs(tree.num_rows, shape)
@@ -144,11 +144,16 @@ def run(sequences, shape: str, names: list[str], repeats: int) -> dict:
         "visible_pairs": pairs,
         "visible_of_causal": round(pairs / (tree.num_rows * (tree.num_rows + 1) / 2), 4),
         "gathered_keys": gathered,
-        **rates(tree_kernels(layout, shape, names), inputs, grad, pairs, shape, repeats),
+        **rates(tree_kernels(layout, shape, names), inputs, grad, pairs, shape, arguments.repeats),
         "tables_milliseconds": tables_milliseconds(batch, inputs, shape, names[0]),
     }
     tables, both = record["tables_milliseconds"], record["forward_backward"][names[0]]["milliseconds"]
-    print(f"  tables {tables} ms, {100 * tables / both:.1f}% of one layer", flush=True)
+    record["tflops_over_best_dense"] = round(record["forward_backward"][names[0]]["tflops"] / best_dense, 3)
+    print(
+        f"  tables {tables} ms, {100 * tables / both:.1f}% of one layer; "
+        f"{record['tflops_over_best_dense']} of the best dense causal kernel",
+        flush=True,
+    )
     return record
 
 
@@ -164,26 +169,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "attention.json")
     arguments = parser.parse_args()
     folder = os.environ.get("HARTS_ROLLOUTS")
-    dense, trees = {}, {}
-    for shape in arguments.shape:
-        for rows in arguments.rows:
-            title = f"{shape}/{rows}"
-            print(f"{title}/dense causal", flush=True)
-            inputs, grad = make_inputs(rows, shape)
-            dense[title] = rates(dense_kernels(), inputs, grad, rows * (rows + 1) // 2, shape, arguments.repeats)
-            best = max(e["tflops"] for e in dense[title]["forward_backward"].values())
-            cases = list(itertools.islice(synthetic_trees(rows), 2))  # a chain with 60 branches, a wide fork
-            if folder:
-                cases = list(rollout_trees(Path(folder), rows)) + cases
-            for name, sequences in cases:
-                if arguments.only in name:
-                    print(f"{title}/{name}", flush=True)
-                    record = run(sequences, shape, arguments.implementation, arguments.repeats)
-                    trees[f"{title}/{name}"] = record
-                    if "forward_backward" in record:
-                        ours = next(iter(record["forward_backward"].values()))["tflops"]  # of the first that ran
-                        record["tflops_over_best_dense"] = round(ours / best, 3)
-                        print(f"  {record['tflops_over_best_dense']} of the best dense causal kernel", flush=True)
     packages = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl")
     installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
     record = {
@@ -196,10 +181,24 @@ def main() -> None:
             name: dict(zip(("heads", "kv_heads", "key_dim", "value_dim"), s, strict=True))
             for name, s in SHAPES.items()
         },
-        "dense_causal": dense,
-        "trees": trees,
+        "dense_causal": {},
+        "trees": {},
     }
-    arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    for rows, shape in itertools.product(arguments.rows, arguments.shape):
+        title = f"{shape}/{rows}"
+        print(f"{title}/dense causal", flush=True)
+        inputs, grad = make_inputs(rows, shape)
+        dense = rates(dense_kernels(), inputs, grad, rows * (rows + 1) // 2, shape, arguments.repeats)
+        record["dense_causal"][title] = dense
+        best = max(e["tflops"] for e in dense["forward_backward"].values())
+        cases = list(itertools.islice(synthetic_trees(rows), 2))  # a chain with 60 branches, a wide fork
+        if folder:
+            cases = list(rollout_trees(Path(folder), rows)) + cases
+        for name, sequences in cases:
+            if arguments.only in name:
+                print(f"{title}/{name}", flush=True)
+                record["trees"][f"{title}/{name}"] = run(sequences, shape, best, arguments)
+                arguments.json.write_text(json.dumps(record, indent=1) + "\n")
     print(f"wrote {arguments.json}")
 
 
