@@ -71,7 +71,7 @@ class Benchmark:
             "attention": arguments.attention or "automatic",
             "forward_flops": vars(self.flops),
             "flops": "mfu: three forwards of matmuls and visible attention pairs; hfu: with recomputation, four, and "
-            "4.5 for attention; both over 989e12 a second",
+            "4.5 for attention; both over 989e12 a second, without what linear attention computes in its kernels",
             "steps": {},
         }
 
@@ -96,7 +96,6 @@ class Benchmark:
             "longer_than_a_microbatch": f"{step.num_left_out} trajectories of these groups, left out for all variants"
             if self.is_cuda
             else "tokens are left out, the longest are cut",
-            "loss_scale": float((abs(step.advantages) / step.num_scored).sum()),
             "variants": {},
         }
         return StepRunner(self.model, step)
