@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--depths", nargs="+", type=int, default=list(range(MOST_HANDOFFS + 1)), help="hand-offs")
     parser.add_argument("--layers", type=int, default=None, help="of the model; default: all")
     parser.add_argument("--rows", type=int, default=None, help="most rows of the microbatch")
+    parser.add_argument("--max-length", type=int, default=None, help="tokens at which its trajectories are cut")
     parser.add_argument("--set", default=None, help=f"of rollouts; default: {GPU_SET}, or the bundled ones")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "fidelity.json")

@@ -138,8 +138,8 @@ class FidelityCases:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = build_hybrid_model(device, arguments.seed, arguments.layers)
         sizes = SIZES[device.type]
-        if arguments.rows is not None:
-            sizes = dataclasses.replace(sizes, rows=arguments.rows)
+        given = {"rows": arguments.rows, "max_length": arguments.max_length}
+        sizes = dataclasses.replace(sizes, **{name: size for name, size in given.items() if size is not None})
         make = {
             "handoffs": lambda: HandoffPart(self.model, sizes, arguments.depths, arguments.seed),
             "microbatch": lambda: MicrobatchPart(self.model, sizes, arguments.set, arguments.seed),

@@ -45,5 +45,5 @@ def plot_handoffs(runs: dict, depths: Sequence[int], file: Path) -> None:
                 axes.axhline(value, linestyle=line, color="gray", label=f"{name}: {value:.1e}")
             axes.set(title=title, xlabel="hand-offs, or forks, above the tokens", ylabel=label)
             axes.set(xticks=places, ylim=(0, None))
-            axes.legend(fontsize="small")
+            axes.legend(fontsize="small", framealpha=0.5)
     figure.savefig(file, dpi=150)
