@@ -4,7 +4,9 @@
 
 Runs the model of hybrid_model.py: on a GPU Ling-3.0-tiny's shape in bf16 with random weights, elsewhere a small one in
 fp32. "Expanded" is the stock Transformers model with its own kernels, every trajectory alone. A second process does
-every run again, at the same time and from the same seed: what differs between the two is rerun noise. Two parts:
+every run again, at the same time and from the same seed: what differs between the two is rerun noise. With --fp32
+Expanded is run once more with all weights and activations in fp32, and every run is compared with that: how far the
+tree and Expanded are from the truth says more than how far they are from each other. Two parts:
 
 - handoffs: trajectories whose prefix comes through 0 to 5 hand-offs ("windows") or passes 0 to 5 forks in one
   microbatch ("forks"), with replay and without (chunks_at_forks.py), against Expanded: HARTS, Figure 5. Compared are
@@ -42,6 +44,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=None, help="most rows of the microbatch")
     parser.add_argument("--max-length", type=int, default=None, help="tokens at which its trajectories are cut")
     parser.add_argument("--set", default=None, help=f"of rollouts; default: {GPU_SET}, or the bundled ones")
+    parser.add_argument("--fp32", action="store_true", help="compare all runs with Expanded in fp32 too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "fidelity.json")
     parser.add_argument("--plot", type=Path, default=None, help="file of a picture of the first part")
@@ -108,6 +111,13 @@ def run_and_compare(arguments) -> None:
         finally:
             second.kill()
             second.wait()
+    if arguments.fp32:
+        cases.model.float()  # nothing is run in the first dtype after this
+        for name, part in cases.parts.items():
+            _, truth = next(part.runs())
+            for run_name in runs[name]:
+                compare(name, run_name, "fp32", truth)
+            write()
     print(f"wrote {arguments.json}, {record['seconds']} s")
     if arguments.plot is not None:
         plot_handoffs(record["handoffs"]["runs"], arguments.depths, arguments.plot)

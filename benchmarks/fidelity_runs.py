@@ -51,19 +51,18 @@ def run_chains(model, chains: Sequence[Chain], depths: Sequence[int]) -> Iterato
     """
     model.eval()
     disable_tree_forward(model)
-    with torch.no_grad():
-        yield "expanded", _stock_chains(model, chains, batch_size=1)
-        yield "expanded, batches of two", _stock_chains(model, chains, batch_size=2)
-        enable_tree_forward(model)
-        if 0 in depths:
-            yield "depth 0", _tree_chains(model, chains, LAYOUTS[0], 0)
-        for layout in LAYOUTS:
-            for depth in depths:
-                if depth:
-                    yield chain_run(layout, depth, True), _tree_chains(model, chains, layout, depth)
-                    with without_replay(model):
-                        run = _tree_chains(model, chains, layout, depth)
-                    yield chain_run(layout, depth, False), run
+    yield "expanded", _stock_chains(model, chains, batch_size=1)
+    yield "expanded, batches of two", _stock_chains(model, chains, batch_size=2)
+    enable_tree_forward(model)
+    if 0 in depths:
+        yield "depth 0", _tree_chains(model, chains, LAYOUTS[0], 0)
+    for layout in LAYOUTS:
+        for depth in depths:
+            if depth:
+                yield chain_run(layout, depth, True), _tree_chains(model, chains, layout, depth)
+                with without_replay(model):
+                    run = _tree_chains(model, chains, layout, depth)
+                yield chain_run(layout, depth, False), run
 
 
 def chain_run(layout: str, depth: int, replay: bool) -> str:
@@ -76,6 +75,7 @@ def chain_targets(chains: Sequence[Chain]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([s[c.cuts[-1] + 1 :] for c in chains for s in c.sequences]))
 
 
+@torch.no_grad()
 def _stock_chains(model, chains: Sequence[Chain], batch_size: int) -> Run:
     hidden, experts = [], []
     for chain in chains:
@@ -89,6 +89,7 @@ def _stock_chains(model, chains: Sequence[Chain], batch_size: int) -> Run:
     return Run(torch.cat(hidden), torch.cat(experts))
 
 
+@torch.no_grad()
 def _tree_chains(model, chains: Sequence[Chain], layout: str, depth: int) -> Run:
     hidden, experts = [], []
     for chain in chains:

@@ -171,7 +171,7 @@ def test_the_benchmark_runs(tmp_path):
     """Both parts on the CPU, in fp32: rounding is all that separates the tree from the stock model."""
     file, picture = tmp_path / "record.json", tmp_path / "picture.png"
     command = [sys.executable, str(BENCHMARKS / "fidelity.py"), "--depths", "0", "2", "--json", str(file)]
-    command += ["--plot", str(picture), "--rows", "400"]
+    command += ["--plot", str(picture), "--rows", "400", "--fp32"]
     environment = {name: value for name, value in os.environ.items() if name != "HARTS_ROLLOUTS"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     subprocess.run(command, check=True, timeout=300, capture_output=True, env=environment)
@@ -184,6 +184,7 @@ def test_the_benchmark_runs(tmp_path):
     for runs in (handoffs, microbatch):
         for name, run in runs.items():
             assert run["against_rerun"]["equal_states"] == 1.0, name
+            assert (run["against_fp32"]["equal_states"] == 1.0) == (name == "expanded"), name
             if name != "expanded":
                 found = run["against_expanded"]
                 assert found["nll_difference_max"] <= LOG_PROB_TOLERANCE and found["symmetric_kl_max"] <= 1e-9, name
