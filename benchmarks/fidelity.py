@@ -78,6 +78,10 @@ def run_and_compare(arguments) -> None:
         record["seconds"] = round(time.perf_counter() - begin, 1)
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 
+    def draw() -> None:
+        if arguments.plot is not None:
+            plot_handoffs(record["handoffs"]["runs"], arguments.depths, arguments.plot)
+
     def compare(part: str, name: str, what: str, other: Run) -> None:
         result = cases.compare(part, runs[part][name], other)
         record[part]["runs"][name][f"against_{what}"] = result
@@ -111,6 +115,7 @@ def run_and_compare(arguments) -> None:
         finally:
             second.kill()
             second.wait()
+    draw()
     if arguments.fp32:
         cases.model.float()  # nothing is run in the first dtype after this
         for name, part in cases.parts.items():
@@ -118,10 +123,8 @@ def run_and_compare(arguments) -> None:
             for run_name in runs[name]:
                 compare(name, run_name, "fp32", truth)
             write()
+        draw()
     print(f"wrote {arguments.json}, {record['seconds']} s")
-    if arguments.plot is not None:
-        plot_handoffs(record["handoffs"]["runs"], arguments.depths, arguments.plot)
-        print(f"wrote {arguments.plot}")
 
 
 def show(part: str, name: str, what: str, result: dict) -> None:

@@ -17,6 +17,7 @@ from tiny_models import VOCAB, tiny_model
 from harts_hf import enable_tree_forward
 from harts_hf.boundary import Boundary
 from harts_hf.execution import ForwardOptions, Trajectory, forward_plan
+from harts_hf.layouts import make_chunk_layout
 from harts_hf.planning.rounds import plan_rounds
 from harts_hf.tree import PrefixTree
 
@@ -52,7 +53,9 @@ def test_filled_chains_begin_at_chunk_starts(seed):
         if filled.parent[row] >= 0:
             last[filled.parent[row]] = max(last[filled.parent[row]], last[row])
     assert np.array_equal(filled.subtree_end, last)
-    assert plan_rounds(filled, 8).replay_tokens == 0
+    rounds = plan_rounds(filled, 8)
+    assert rounds.replay_tokens == 0
+    make_chunk_layout(filled, rounds, torch.from_numpy, [filled.num_rows - 1]).sequences  # what runs on a GPU
 
 
 def chain_log_probs(model, chain, layout, depth, context):
