@@ -55,7 +55,9 @@ def test_filled_chains_begin_at_chunk_starts(seed):
     assert np.array_equal(filled.subtree_end, last)
     rounds = plan_rounds(filled, 8)
     assert rounds.replay_tokens == 0
-    make_chunk_layout(filled, rounds, torch.from_numpy, [filled.num_rows - 1]).sequences  # what runs on a GPU
+    layout = make_chunk_layout(filled, rounds, torch.from_numpy, [filled.num_rows - 1])
+    assert layout.boundary_rows == (filled.num_rows - 1,)
+    assert layout.sequences.num_roots == (filled.parent < 0).sum()  # the form that runs on a GPU
 
 
 def chain_log_probs(model, chain, layout, depth, context):
