@@ -162,7 +162,9 @@ class FidelityCases:
     def describe(self) -> dict:
         """The record before the first run."""
         config = self.model.config
-        installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+        installed = {
+            d.metadata["Name"].lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()
+        }
         record = {
             "command": command_line(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
