@@ -93,7 +93,7 @@ class MicrobatchPart:
             num_tokens=8 * sizes.rows,
             max_length=min(sizes.max_length, sizes.rows),
             vocab_size=model.config.vocab_size,
-            cut=True,
+            thin=model.device.type == "cpu",
             seed=seed,
         )
         microbatches = plan_step(step.sequences, sizes.rows).microbatches

@@ -251,7 +251,7 @@ class _TreeForward:
                 harts_batch=batch,
                 harts_safe_gate=self.family.has_safe_gate(self.model.config.get_text_config()),
                 **self.implementations,
-                harts_recomputes=backbone.is_gradient_checkpointing and backbone.training,
+                harts_recomputes=backbone.is_activation_checkpointing and backbone.training,
                 **extra,
             )
         hidden = output.last_hidden_state[0]
