@@ -22,6 +22,7 @@ from harts_hf.kernels import linear_attention as linear_kernels
 from harts_hf.kernels import tree_attention as attention_kernels
 from harts_hf.kernels.log_probs import linear_log_probs
 
+from . import fused_experts  # noqa: F401  makes its name known to Transformers
 from .attention_seam import install_attention_seam
 from .boundary_seam import hand_over, number_layers, refuse_reentrant_checkpointing
 from .families import Family, UnsupportedModelError, family_of
