@@ -11,10 +11,12 @@ groups of rollouts (`rollout_steps.py`); the optimizer's update is timed apart. 
   without sharing, one stock call of flash-linear-attention per linear layer (on such a forest `rounds` is that), the
   same attention kernel. The microbatch size is the fastest of `--expanded-rows` on the first set; the tree's kernels
   take the stock call's place where they are faster.
-- `padded`: the stock forward on padded batches, log-probs by TRL's function. It may run a part of the step alone.
+- `padded`: the stock forward on padded batches, log-probs by TRL's function, experts by "grouped_mm". It may run a
+  part of the step alone.
 - `tree`: ours, planned without sharing windows, and `tree_windows` with them.
 - `rounds`, `rounds_windows`: the paper's scheme for linear attention, one packed call per round.
 - `nodewise`: one packed call per level of segments. It has no chunk boundaries, so no sharing windows.
+- `expanded_grouped_mm`, `tree_grouped_mm`: with Transformers' own experts implementation; on the first set alone.
 
 Times are the median of complete passes after one microbatch of warm-up; `spread` is the largest difference between
 passes, over their shortest, up to the last microbatch that all have run. Rows are counted at the embedding.
@@ -40,6 +42,7 @@ from step_benchmark import VARIANTS, Benchmark
 ORDER = (
     ("expanded", "tree"),
     ("tree_windows",),
+    ("expanded_grouped_mm", "tree_grouped_mm"),
     ("rounds",),
     ("padded",),
     ("nodewise",),
@@ -62,7 +65,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--padded-seconds", type=float, default=4.0, help="of a first padded pass")
     parser.add_argument("--layers", type=int, default=None, help="of the model, instead of 24")
     parser.add_argument("--attention", default=None, help="of all variants but padded; see tree_attention.py")
-    parser.add_argument("--profile", nargs="*", default=["expanded", "tree"], help="variants")
+    parser.add_argument("--experts", default="harts", help="experts implementation of all variants but those named")
+    parser.add_argument(
+        "--profile",
+        nargs="*",
+        default=["expanded", "tree", "tree_grouped_mm"],
+        help="variants",
+        choices=list(VARIANTS),
+    )
     parser.add_argument("--seed", type=int, default=0)
     default = Path(__file__).parent / "results" / "end_to_end.json" if cuda else None
     parser.add_argument("--json", type=Path, default=default, help="by default in results/, on the CPU none")
@@ -92,6 +102,8 @@ def main() -> None:
     for group in ORDER:
         for runner in runners:
             for name in group:
+                if VARIANTS[name].first_step_only and runner is not runners[0]:
+                    continue
                 if name in arguments.variants:
                     benchmark.measure(runner, name)
     benchmark.record["seconds"] = round(time.perf_counter() - benchmark.begin, 1)

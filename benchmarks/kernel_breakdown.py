@@ -8,13 +8,17 @@ import torch
 
 # The first pattern that is found in a kernel's name decides. The head's projections are dense GEMMs by name.
 COMPONENTS = (
+    ("experts' SwiGLU", r"swiglu"),
     ("softmax attention", r"flash|fmha|attention|attn|cudnn.*sdpa"),
     (
         "convolution",
         r"_conv_forward_kernel|_weight_kernel|_read_kernel|causal_conv|depthwise|dgrad|wgrad|implicit_con",
     ),
     ("linear attention", r"kda|delta|wy_|recompute_w_u|gla_|cumsum_vector|l2norm|_forward_kernel|_backward_kernel"),
-    ("linear attention, gathers", r"_gather_kernel|_gather_normalized|_sum_kernel|_sum_gradient_kernel"),
+    (
+        "gathers and sums of rows, of linear attention and experts",
+        r"_gather_kernel|_gather_normalized|_sum_kernel|_sum_gradient_kernel",
+    ),
     ("head, without its GEMMs", r"_fold_kernel|_gradient_kernel|logprob|log_prob|softmax|cross_entropy"),
     ("MoE grouped GEMM", r"grouped|GroupProblem|group_mm|group_gemm|moe"),
     ("dense GEMM", r"nvjet|gemm|cutlass|cublas|xmma|splitK|gemv"),

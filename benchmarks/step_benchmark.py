@@ -25,20 +25,31 @@ from harts_hf.planning.microbatches import plan_step
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run a step: `linear_attention` on CUDA, and whether the plan has sharing windows."""
+    """A way to run a step.
+
+    Attributes:
+        linear_attention: implementation on CUDA.
+        windows: whether the plan has sharing windows.
+        experts: implementation; the run's by default.
+        first_step_only: run on the first step alone.
+    """
 
     linear_attention: str | None = None
     windows: bool = False
+    experts: str | None = None
+    first_step_only: bool = False
 
 
 VARIANTS = {
     "expanded": Variant(),
-    "padded": Variant(),
+    "padded": Variant(experts="grouped_mm"),
     "tree": Variant("tree"),
     "tree_windows": Variant("tree", windows=True),
     "rounds": Variant("rounds"),
     "rounds_windows": Variant("rounds", windows=True),
     "nodewise": Variant("nodewise"),
+    "expanded_grouped_mm": Variant(experts="grouped_mm", first_step_only=True),
+    "tree_grouped_mm": Variant("tree", experts="grouped_mm", first_step_only=True),
 }
 STEADY = 0.03  # a spread above this asks for a third pass
 FEWEST_SECONDS = 3.0  # left for a measurement to begin
@@ -64,7 +75,7 @@ class Benchmark:
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "layers": self.model.config.num_hidden_layers,
-            "experts_implementation": self.model.config._experts_implementation,
+            "experts_implementation": arguments.experts,
             "recomputation": "every layer, non-reentrant",
             "build_seconds": round(time.perf_counter() - build_begin, 2),
             "rows": arguments.rows,
@@ -110,11 +121,12 @@ class Benchmark:
         elif self.seconds_left < FEWEST_SECONDS:
             variants[name] = {"skipped": "out of time"}
         else:
+            self.model.set_experts_implementation(variant.experts or self.arguments.experts)
             try:
                 if name == "padded":
                     variants[name] = self.measure_padded(runner)
-                elif name == "expanded":
-                    variants[name] = self.measure_expanded(runner)
+                elif name in ("expanded", "expanded_grouped_mm"):
+                    variants[name] = self.measure_expanded(runner, name)
                 else:
                     variants[name] = self.measure_trees(runner, variant, name)
             except (RuntimeError, ValueError) as error:  # out of memory too: the others are still to be measured
@@ -145,14 +157,14 @@ class Benchmark:
             "tree_seconds": round(tree_seconds, 4),
         }
 
-    def measure_expanded(self, runner: StepRunner) -> dict:
+    def measure_expanded(self, runner: StepRunner, name: str) -> dict:
         lengths = [len(s) for s in runner.step.sequences]
         if "expanded_chosen" not in self.record:
             self.choose_expanded(runner, lengths)
         rows, linear_attention = self.record["expanded_chosen"]
         bins = pack(lengths, rows)
         with tree_forward(self.model, linear_attention, self.arguments.attention):
-            entry = self.passes(runner, lambda **limits: runner.packed(bins, **limits), "expanded")
+            entry = self.passes(runner, lambda **limits: runner.packed(bins, **limits), name)
         return entry | {"max_rows": rows, "linear_attention": linear_attention}
 
     def choose_expanded(self, runner: StepRunner, lengths: list[int]) -> None:
