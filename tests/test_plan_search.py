@@ -16,6 +16,7 @@ from harts_hf.planning.level_two import _beats_plain_ones
 from harts_hf.planning.microbatches import plan_step
 from harts_hf.planning.packing import pack_by_filling
 from harts_hf.planning.repack import BIN_WORK, repack
+from harts_hf.planning.rewindow import _prefix
 from harts_hf.planning.subtrees import piece_sums, random_order, random_pieces
 from harts_hf.planning.units import Units
 from harts_hf.tree import PrefixTree
@@ -145,6 +146,19 @@ def test_annealing_never_loses(seed, objective, max_prefix):
             assert b.rows <= max_rows or len(b.members) == 1, f"seed {seed}"
             assert b.window is None or draft.windows[b.window].tokens <= max_prefix
         windows_hold(draft)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_new_window_spans_all_units_with_its_prefix(seed):
+    rng = np.random.default_rng(seed)
+    units = random_units(rng, COSTS[0]).coarsened(int(rng.integers(3, 12)), 30)
+    for unit in range(len(units)):
+        for tokens in range(1, int(units.common[unit]) + 1):
+            prefix = _prefix(units, unit, tokens)
+            near = [units.lcp(min(u, unit), max(u, unit)) if u != unit else tokens for u in range(len(units))]
+            inside = [u for u in range(len(units)) if near[u] >= tokens <= units.common[u]]
+            assert (prefix.start, prefix.end, prefix.tokens) == (inside[0], inside[-1] + 1, tokens), f"seed {seed}"
+            assert inside == list(range(prefix.start, prefix.end)), f"seed {seed}"
 
 
 def test_annealing_finds_windows_and_swaps():

@@ -29,9 +29,9 @@ LEVELLED = 2  # refined candidates that are levelled
 LEVEL_ROUNDS = 2  # with placement improved in between
 LEVEL_STEPS = 25_000  # units of a round
 EVEN_ENOUGH = 0.985  # a draft whose balance by work is above is not annealed
-ANNEALED = 1  # of those, drafts that are annealed
-ANNEAL_STEPS = 300_000  # units of a round
-ANNEAL_HEATS = (1.0, 0.3, 0.1)  # its rounds, with placement improved in between
+ANNEALED = 2  # of those, drafts that are annealed
+ANNEAL_STEPS = 200_000  # units of a round
+ANNEAL_HEATS = (1.0, 0.5, 0.2, 0.1)  # its rounds, with placement improved in between
 
 
 def plan_with_windows(

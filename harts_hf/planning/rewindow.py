@@ -4,6 +4,7 @@ A bin joins the window next to it in its column, leaves its window, founds one w
 another prefix. A window's bins stay consecutive and the first of them produces.
 """
 
+from bisect import bisect_left
 from random import Random
 
 from .draft import Bin, Draft, SharedPrefix
@@ -87,9 +88,8 @@ def _with_prefix(draft: Draft, chain: list[Bin], max_prefix: int, random: Random
 
 def _prefix(units: Units, unit: int, tokens: int) -> SharedPrefix:
     """All units that start with the first tokens of a unit."""
-    start, end, cuts, common = unit, unit + 1, units.cuts, units.common
-    while start and cuts[start] >= tokens and common[start - 1] >= tokens:
-        start -= 1
-    while end < len(units) and cuts[end] >= tokens and common[end] >= tokens:
-        end += 1
+    lcp = units.lcp
+    start = bisect_left(range(unit), True, key=lambda u: lcp(u, unit) >= tokens)
+    end = bisect_left(range(len(units)), True, lo=unit + 1, key=lambda u: lcp(unit, u) < tokens)
+    start += int(units.common[start]) < tokens  # a joined unit may begin before the subtree
     return SharedPrefix(start, end, tokens)
