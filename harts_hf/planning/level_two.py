@@ -27,10 +27,11 @@ PENALTIES = (0.0, 0.06)  # work that a range is taken to cost in addition, as a 
 COARSE_UNITS = 600  # units of the exact program; refinement moves the finer ones
 LEVELLED = 2  # refined candidates that are levelled
 LEVEL_ROUNDS = 2  # with placement improved in between
-LEVEL_STEPS = 25_000  # units of a round
+LEVEL_STEPS = 60_000  # units of a round, at most
+LEVEL_STEPS_PER_SEAT = 5  # units of a round for each unit and bin, at most: annealing serves small drafts better
 EVEN_ENOUGH = 0.985  # a draft whose balance by work is above is not annealed
 ANNEALED = 2  # of those, drafts that are annealed
-ANNEAL_STEPS = 200_000  # units of a round
+ANNEAL_STEPS = 150_000  # units of a round
 ANNEAL_HEATS = (1.0, 0.5, 0.2, 0.1)  # its rounds, with placement improved in between
 
 
@@ -69,8 +70,9 @@ def plan_with_windows(
         reseat(draft)
     drafts.sort(key=lambda draft: rank(draft, objective))
     for draft in drafts[:LEVELLED]:
+        level_steps = min(LEVEL_STEPS, LEVEL_STEPS_PER_SEAT * len(units) * len(draft.bins))
         for _ in range(LEVEL_ROUNDS):
-            level(draft, objective, LEVEL_STEPS)
+            level(draft, objective, level_steps)
             reseat(draft)
     drafts.sort(key=lambda draft: rank(draft, objective))
     for draft in drafts[:ANNEALED] if num_replicas > 1 and objective[0] != 0 else []:
