@@ -254,6 +254,27 @@ def test_kept_intermediates_give_the_bits_of_computed_ones(kind):
     assert kept_bytes[1] > kept_bytes[0]
 
 
+# Triton's interpreter cuts bf16 where the device rounds it.
+@pytest.mark.parametrize("dtype", [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"))
+def test_convolution_of_narrow_rows_with_fp32_weights_is_that_of_cast_rows(dtype):
+    """Bit for bit: only copies in fp32 are saved."""
+    from harts_hf.kernels.tree_conv_triton import run_tree_conv
+
+    batch = CompactBatch(PrefixTree.from_sequences(SHAPES["star"]), device=DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(batch.num_rows, 20, generator=generator).to(DEVICE, dtype)
+    weight = torch.randn(20, 4, generator=generator).to(DEVICE)
+    grad = torch.randn(batch.num_rows, 20, generator=generator).to(DEVICE, dtype)
+    results = []
+    for rows in (x, x.float()):
+        leaves = [rows.requires_grad_(), weight.clone().requires_grad_()]
+        output = run_tree_conv(*leaves, None, batch.conv_layout(4), use_silu=True)
+        gradients = torch.autograd.grad(output, leaves, grad.to(output.dtype))
+        results.append((output.detach().to(dtype), gradients[0].to(dtype), gradients[1]))
+    assert results[0][1].dtype == dtype
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_a_wrong_source_is_caught():
     """Negative control: a branch that starts from another branch's state."""
     from harts_hf.kernels.linear_attention_tree import run_tree

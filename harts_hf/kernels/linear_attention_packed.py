@@ -88,7 +88,7 @@ def run_packed_calls(
             cu_seqlens_cpu=call.cu_seqlens_cpu,
             **options,
         )
-        outputs.append(output[0])
+        outputs.append(output.squeeze(0))
         # Views of single pieces: autograd adds the gradients of several readers one by one, in a fixed order.
         states.extend(final_states.unbind(0) if hands_over else [zero_state] * len(call.sources))
     boundary_states = [states[piece] for piece in calls.boundary_pieces]

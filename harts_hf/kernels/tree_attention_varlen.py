@@ -37,7 +37,7 @@ def attend_varlen(
         ValueError: on CUDA, inputs that are neither bf16 nor fp16.
     """
     paths = attention_paths(layout)
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [C, heads, dim]
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))  # [C, heads, dim]
     k, v = (gather_rows(x, paths.key_rows) for x in (k, v))
     if not q.is_cuda:
         return _attend_by_run(q, k, v, paths, scale, window)[None]

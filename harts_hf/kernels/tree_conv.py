@@ -86,14 +86,15 @@ def tree_causal_conv(
     if implementation not in ("triton", "torch"):
         raise ValueError(f"unknown implementation {implementation!r}, expected 'triton' or 'torch'")
 
-    rows = x.to(weight.dtype).contiguous()
     if implementation == "triton":
         if weight.dtype == torch.float64:
             raise ValueError("implementation 'triton' has no fp64 kernel: pass implementation='torch'")
         from .tree_conv_triton import run_tree_conv  # needs Triton
 
-        return run_tree_conv(rows, weight, bias, layout, use_silu=activation is not None).to(x.dtype)
-    output = _TreeConv.apply(rows, weight, bias, ancestors)
+        # The kernels compute in fp32: rounding to an fp32 weight's dtype is done inside, without copies in fp32.
+        rows = x if weight.dtype == torch.float32 else x.to(weight.dtype)
+        return run_tree_conv(rows.contiguous(), weight, bias, layout, use_silu=activation is not None).to(x.dtype)
+    output = _TreeConv.apply(x.to(weight.dtype).contiguous(), weight, bias, ancestors)
     if activation is not None:
         output = F.silu(output)
     return output.to(x.dtype)

@@ -18,7 +18,7 @@ WEIGHT_ROWS = 256  # rows whose weight gradients one program adds
 
 
 def run_tree_conv(
-    x: torch.Tensor,  # [C, D], contiguous, in the weight's dtype
+    x: torch.Tensor,  # [C, D], contiguous, in the weight's dtype, or in any where the weight is fp32
     weight: torch.Tensor,  # [D, W]
     bias: torch.Tensor | None,  # [D]
     layout: ConvLayout,
@@ -57,7 +57,7 @@ class _TreeConv(torch.autograd.Function):
     def backward(ctx, d_output):
         x, weight, bias = ctx.saved_tensors
         num_blocks = triton.cdiv(len(x), WEIGHT_ROWS)
-        d_linear = torch.empty_like(x)  # gradient before the activation
+        d_linear = torch.empty_like(x, dtype=weight.dtype)  # gradient before the activation
         d_taps = torch.empty(num_blocks, weight.shape[1] + 1, x.shape[1], dtype=torch.float32, device=x.device)
         if x.numel():
             _weight_kernel[_grid(x, WEIGHT_ROWS)](
@@ -80,19 +80,20 @@ class _TreeConv(torch.autograd.Function):
             )
         d_taps = d_taps.sum(0)  # [W + 1, D], the bias last
         d_bias = None if bias is None else d_taps[-1].to(bias.dtype)
-        return _sum_reads(d_linear, weight, ctx.layout.reads), d_taps[:-1].T.to(weight.dtype), d_bias, None, None
+        d_x = _sum_reads(d_linear, weight, ctx.layout.reads, x.dtype)
+        return d_x, d_taps[:-1].T.to(weight.dtype), d_bias, None, None
 
 
 def _grid(x: torch.Tensor, rows: int) -> tuple[int, int]:
     return triton.cdiv(len(x), rows), triton.cdiv(x.shape[1], BLOCK_D)
 
 
-def _sum_reads(d_linear: torch.Tensor, weight: torch.Tensor, reads: RowSums) -> torch.Tensor:
-    """Gradient of the rows: each read's gradient times its tap, added up."""
+def _sum_reads(d_linear: torch.Tensor, weight: torch.Tensor, reads: RowSums, dtype: torch.dtype) -> torch.Tensor:
+    """Gradient of the rows: each read's gradient times its tap, added up and rounded once."""
     offsets, entries = reads.stages[0]
     is_last = len(reads.stages) == 1
-    dtype = d_linear.dtype if is_last else torch.float32
-    result = torch.empty(len(offsets) - 1, d_linear.shape[1], dtype=dtype, device=d_linear.device)
+    result_dtype = dtype if is_last else torch.float32
+    result = torch.empty(len(offsets) - 1, d_linear.shape[1], dtype=result_dtype, device=d_linear.device)
     if result.numel():
         grid = (len(result), triton.cdiv(d_linear.shape[1], 4 * BLOCK_D))
         _read_kernel[grid](
@@ -107,14 +108,14 @@ def _sum_reads(d_linear: torch.Tensor, weight: torch.Tensor, reads: RowSums) -> 
         )
     if is_last:
         return result
-    return sum_rows(result, RowSums(reads.num_rows, reads.stages[1:]), d_linear.dtype)
+    return sum_rows(result, RowSums(reads.num_rows, reads.stages[1:]), dtype)
 
 
 @triton.jit
 def _linear(
     x, weight, bias, ancestors, rows, m_r, columns, m_d, D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
-    """The convolution before its activation, fp32 `[rows, columns]`, rounded to `x`'s dtype."""
+    """The convolution before its activation, fp32 `[rows, columns]`, rounded to `weight`'s dtype."""
     total = tl.zeros([rows.shape[0], columns.shape[0]], dtype=tl.float32)
     for tap in tl.static_range(W):
         source = tl.load(ancestors + rows * W + tap, mask=m_r, other=-1)
@@ -123,7 +124,7 @@ def _linear(
         total += value * tl.load(weight + columns * W + tap, mask=m_d, other=0.0).to(tl.float32)[None, :]
     if HAS_BIAS:
         total += tl.load(bias + columns, mask=m_d, other=0.0).to(tl.float32)[None, :]
-    return total.to(x.dtype.element_ty).to(tl.float32)
+    return total.to(weight.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit

@@ -255,7 +255,7 @@ class _TreeForward:
                 harts_recomputes=backbone.is_activation_checkpointing and backbone.training,
                 **extra,
             )
-        hidden = output.last_hidden_state[0]
+        hidden = output.last_hidden_state.squeeze(0)
         if batch.produces is not None:
             batch.produces.put(-1, "hidden", hidden[-1:])
         if batch.starts_from is not None:  # the prefix's last row predicts what continues it

@@ -60,7 +60,7 @@ def _conv_seam(
     **kwargs,  # the model's own keyword arguments: masks and positions that a conv over rows has no use for
 ) -> torch.Tensor:
     width = weight.shape[-1]
-    inputs = hidden_states[0].transpose(0, 1)
+    inputs = hidden_states.squeeze(0).transpose(0, 1)  # an index would give gradients a copy, channels first
     num_rows = len(inputs)
     if harts_batch.produces is not None:
         harts_batch.produces.put(harts_layer, "conv_input", inputs[max(0, num_rows - (width - 1)) :])
@@ -91,7 +91,8 @@ def _chunk_seam(
 ) -> tuple[torch.Tensor, None]:
     if initial_state is not None or output_final_state:
         raise ValueError("a tree forward has no cache: call the model with use_cache=False")
-    queries, inputs = query[0], {"key": key[0], "value": value[0], "g": g[0], "beta": beta[0]}
+    query, key, value, g, beta = (x.squeeze(0) for x in (query, key, value, g, beta))
+    queries, inputs = query, {"key": key, "value": value, "g": g, "beta": beta}
     source, sink = harts_batch.starts_from, harts_batch.produces
     replayed = harts_batch.replayed_prefix_rows(CHUNK_SIZE)
     boundary_rows = []
