@@ -13,8 +13,8 @@ import torch
 from harts_hf.batch import CompactBatch
 from harts_hf.boundary import Boundary
 from harts_hf.models.enable import TreeOutput
+from harts_hf.planning.consumer_tree import filler_tree
 from harts_hf.planning.plan import Microbatch, StepPlan
-from harts_hf.tree import PrefixTree
 from harts_hf.window_batches import Trajectory, WindowBatches
 
 Context = Callable[[], contextlib.AbstractContextManager]
@@ -46,7 +46,8 @@ class MicrobatchResult:
     """One microbatch's forward, or that of a window's producer.
 
     Attributes:
-        microbatch ([`Microbatch`]): the plan's entry; for a producer one without trajectories.
+        microbatch ([`Microbatch`]): the plan's entry; for a producer, and for two rows that stand for nothing, one
+            without trajectories.
         batch ([`CompactBatch`]): its tensors; trajectory `i` of the batch is `microbatch.trajectories[i]` of the step.
         output ([`TreeOutput`]): what the model returned for them. A consumer's holds its window's prefix too.
     """
@@ -61,6 +62,9 @@ def forward_plan(
 ) -> Iterator[MicrobatchResult]:
     """Forward each microbatch of the plan's only replica, in order.
 
+    A plan without microbatches runs one forward of two rows that stand for no trajectory, so that a replica with
+    nothing to run makes the calls that others wait for; its result goes the way of a microbatch's.
+
     The caller decides about gradients. A result and its graph live as long as the caller keeps the result; results of
     one window share the producer's graph, so one backward has to serve all of them.
 
@@ -72,6 +76,8 @@ def forward_plan(
         device: where the model's inputs live.
     """
     run = _PlanRun(model, plan, trajectories, options, device, is_detached=False)
+    if not plan.slots:
+        yield run.forward_filler()
     for slot, microbatch in enumerate(plan.microbatches):
         for window in run.windows_to_open(microbatch):
             run.produce(window)
@@ -97,6 +103,9 @@ def train_plan(
 ) -> None:
     """Forward and backward each microbatch of the plan's only replica; gradients add up in the parameters.
 
+    A plan without microbatches runs one forward and backward of two rows that stand for no trajectory. `loss` has to
+    give a 0 for them that is in the graph.
+
     An exception leaves the gradients of what has run: the caller drops them. Boundaries are freed.
 
     Args:
@@ -111,6 +120,11 @@ def train_plan(
             `defer_sync` (DDP). A plan that ends with a producer's backward then runs one more, of weight 0.
     """
     run = _PlanRun(model, plan, trajectories, options, device, is_detached=True)
+    if not plan.slots:
+        result = run.forward_filler()
+        backward(loss(result))
+        after(result)
+        return
     last = len(plan.microbatches) - 1
     try:
         for slot, microbatch in enumerate(plan.microbatches):
@@ -130,7 +144,7 @@ def train_plan(
                     if handed_back is not None:
                         backward(handed_back)
         if needs_synced_forward and plan.microbatches[-1].window is not None:
-            backward(run.forward_nothing())
+            backward(0.0 * run.forward_filler().output.log_probs.sum())
     finally:
         for boundary in run.boundaries.values():
             boundary.free()
@@ -183,10 +197,10 @@ class _PlanRun:
         batch = self._batches.of_microbatch(microbatch, source)
         return MicrobatchResult(microbatch, batch, self._call(batch))
 
-    def forward_nothing(self) -> torch.Tensor:
-        """A loss of weight 0, of one scored token."""
-        batch = CompactBatch(PrefixTree.from_sequences([[0, 0]]), device=self._device)
-        return 0.0 * self._call(batch).log_probs.sum()
+    def forward_filler(self) -> MicrobatchResult:
+        """Run two rows that stand for no trajectory and weigh nothing."""
+        batch = CompactBatch(filler_tree(), device=self._device)
+        return MicrobatchResult(Microbatch((), 0), batch, self._call(batch))
 
     def _call(self, batch: CompactBatch) -> TreeOutput:
         options = self._options
