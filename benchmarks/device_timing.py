@@ -12,10 +12,10 @@ BACK_TO_BACK = 4
 
 
 def command_line() -> str:
-    """How this benchmark was called, without the folder of its record."""
+    """How this benchmark was called, without the folders of its record and plot."""
     arguments = sys.argv[1:]
-    if "--json" in arguments:
-        place = arguments.index("--json")
+    for option in {"--json", "--plot"}.intersection(arguments):
+        place = arguments.index(option)
         del arguments[place : place + 2]
     return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
 

@@ -133,7 +133,8 @@ def run(sequences, kind: str, arguments: argparse.Namespace) -> dict:
         "boundaries": case.layout.sequences.num_slots - case.layout.sequences.num_roots,
     }
     for name, backward in (("forward", False), ("forward_backward", True)):
-        record[name] = measured = measure(case.jobs(backward), arguments.repeats)
+        jobs = {job: run for job, run in case.jobs(backward).items() if job not in arguments.without}
+        record[name] = measured = measure(jobs, arguments.repeats)
         ours = measured["tree"]["milliseconds"]
         ratios = {other: round(m["milliseconds"] / ours, 3) for other, m in measured.items() if other != "tree"}
         print(f"  {name:<17} tree {ours:.3f} ms; times slower: {ratios}", flush=True)
@@ -161,6 +162,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--kind", nargs="+", default=["kda"], choices=["kda", "gated_delta_rule"])
+    parser.add_argument("--without", nargs="*", default=[], help="comparators that are not run")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--only", default="", help="run the trees whose name contains this")
     parser.add_argument("--safe-gate", action="store_true", help="KDA: log decays within [-5, 0], and say so to all")

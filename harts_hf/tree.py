@@ -99,6 +99,17 @@ class PrefixTree(RowForest):
         return cls._from_sorted(tokens, np.array(order, dtype=np.int64), lcp)
 
     @classmethod
+    def without_sharing(cls, sequences: Sequence) -> "PrefixTree":
+        """The forest in which every trajectory has rows of its own, in the caller's order: a packed batch.
+
+        What sharing is compared with. Arguments and errors are those of [`PrefixTree.from_sequences`].
+        """
+        tokens = [np.frombuffer(_sort_key(sequence, i), dtype=">u4") for i, sequence in enumerate(sequences)]
+        if not tokens:
+            raise ValueError("a prefix tree needs at least one trajectory, got none")
+        return cls._from_sorted(tokens, np.arange(len(tokens)), np.zeros(len(tokens), dtype=np.int64))
+
+    @classmethod
     def _from_sorted(cls, tokens: list[np.ndarray], order: np.ndarray, lcp: np.ndarray) -> "PrefixTree":
         num_trajectories = len(tokens)
         sorted_lengths = np.array([len(t) for t in tokens], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The planner's searches: filling equals brute force; repacking and levelling never lose, and keep every unit."""
+"""The planner's searches: filling equals brute force; repacking, levelling and annealing never lose or drop a unit."""
 
 from itertools import product
 from random import Random
@@ -7,11 +7,16 @@ import numpy as np
 import pytest
 
 from harts_hf.planning import fill as filling
+from harts_hf.planning.anneal import anneal
+from harts_hf.planning.bounds import least_rows
 from harts_hf.planning.cost import CostModel
 from harts_hf.planning.draft import Bin, Draft
 from harts_hf.planning.level import level
+from harts_hf.planning.level_two import _beats_plain_ones
+from harts_hf.planning.microbatches import plan_step
 from harts_hf.planning.packing import pack_by_filling
 from harts_hf.planning.repack import BIN_WORK, repack
+from harts_hf.planning.rewindow import _prefix
 from harts_hf.planning.subtrees import piece_sums, random_order, random_pieces
 from harts_hf.planning.units import Units
 from harts_hf.tree import PrefixTree
@@ -101,6 +106,98 @@ def test_levelling_never_loses(seed, objective):
         assert (b.rows, b.work) == draft.charge(b.members, None, False)
         assert b.rows <= max_rows or len(b.members) == 1, f"seed {seed}"
         assert b.members or objective[0] == 0, "only total work empties a bin"
+
+
+def windows_hold(draft):
+    """A window's bins are consecutive on one replica, the first alone produces, each has a unit with the prefix."""
+    units = draft.units
+    for k, window in enumerate(draft.windows):
+        bins = sorted((b for b in draft.bins if b.window == k and b.members), key=lambda b: b.slot)
+        if not bins:
+            continue
+        assert len({b.replica for b in bins}) == 1
+        assert [b.slot for b in bins] == list(range(bins[0].slot, bins[0].slot + len(bins)))
+        assert [b.produces for b in bins] == [True] + [False] * (len(bins) - 1)
+        assert min(units.common[window.start : window.end]) >= window.tokens
+        assert units.lcp(window.start, window.end - 1) >= window.tokens if window.end - window.start > 1 else True
+        assert all(draft.may_hold(b, b.members) for b in bins)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("objective", [(1, 0, 2), (2, 0, 1)])
+@pytest.mark.parametrize("max_prefix", [0, 3, 100])
+def test_annealing_never_loses(seed, objective, max_prefix):
+    rng = np.random.default_rng(seed)
+    units = random_units(rng, COSTS[seed % 2])
+    max_rows, num_replicas = int(rng.integers(12, 40)), int(rng.integers(1, 4))
+    packing = pack_by_filling(units, units.natural_pieces(max_rows // 2), max_rows)
+    bins = [Bin(members, k // num_replicas, k % num_replicas) for k, members in enumerate(packing)]
+    draft = Draft(units, max_rows, num_replicas, bins)
+    before = [draft.objectives()[k] for k in objective]
+    for heat in (3.0, 0.5):  # the second round starts from windows
+        anneal(draft, objective, 8000, max_prefix, heat, seed)
+        after = [draft.objectives()[k] for k in objective]
+        assert after <= before, f"seed {seed}"
+        before = after
+        assert members_of([b.members for b in draft.bins]) == list(range(len(units)))
+        assert all(b.members for b in draft.bins)
+        for b in draft.bins:
+            assert (b.rows, b.work) == draft.charge(b.members, b.window, b.produces)
+            assert b.rows <= max_rows or len(b.members) == 1, f"seed {seed}"
+            assert b.window is None or draft.windows[b.window].tokens <= max_prefix
+        windows_hold(draft)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_new_window_spans_all_units_with_its_prefix(seed):
+    rng = np.random.default_rng(seed)
+    units = random_units(rng, COSTS[0]).coarsened(int(rng.integers(3, 12)), 30)
+    for unit in range(len(units)):
+        for tokens in range(1, int(units.common[unit]) + 1):
+            prefix = _prefix(units, unit, tokens)
+            near = [units.lcp(min(u, unit), max(u, unit)) if u != unit else tokens for u in range(len(units))]
+            inside = [u for u in range(len(units)) if near[u] >= tokens <= units.common[u]]
+            assert (prefix.start, prefix.end, prefix.tokens) == (inside[0], inside[-1] + 1, tokens), f"seed {seed}"
+            assert inside == list(range(prefix.start, prefix.end)), f"seed {seed}"
+
+
+def test_annealing_finds_windows_and_swaps():
+    """Negative control: without windows each of the two bins computes the prefix."""
+    sequences = [[1] * 10 + [k] * 5 for k in range(2, 6)]
+    units = Units.from_tree(PrefixTree.from_sequences(sequences), CostModel())
+
+    def annealed(max_prefix):
+        draft = Draft(units, 20, 1, [Bin([0, 1], 0), Bin([2, 3], 1)])
+        anneal(draft, (1, 0, 2), 3000, max_prefix)
+        return draft.objectives()[1]
+
+    assert (annealed(0), annealed(6), annealed(100)) == (40, 34, 30)
+
+
+@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("objective", ["compact_work", "slot_critical", "replica_critical"])
+def test_a_plan_that_beats_the_bound_beats_the_plan_without_windows(seed, objective):
+    """With windows the plan is no worse, whether or not the full plan without windows is made for the comparison."""
+    rng = np.random.default_rng(seed)
+    trunk = rng.integers(0, 3, 12).tolist()
+    sequences = [trunk[: rng.integers(4, 13)] + rng.integers(0, 3, rng.integers(1, 12)).tolist() for _ in range(20)]
+    num_replicas, max_tokens = int(rng.integers(1, 4)), int(rng.integers(24, 50))
+
+    def value(windows):
+        plan = plan_step(sequences, max_tokens, num_replicas, windows, objective=objective)
+        values = plan.compact_tokens, plan.slot_critical_rows, plan.replica_critical_rows
+        return values[["compact_work", "slot_critical", "replica_critical"].index(objective)]
+
+    assert value(True) <= value(False), f"seed {seed}"
+
+
+def test_only_rows_have_a_bound_without_windows():
+    units = random_units(np.random.default_rng(0), COSTS[1])
+    assert not _beats_plain_ones(Draft(units, 1000, 1, [Bin(list(range(len(units))))]), (1, 0, 2))
+    units = random_units(np.random.default_rng(0), COSTS[0])
+    draft = Draft(units, 1000, 1, [Bin(list(range(len(units))))])
+    assert draft.total_work == least_rows(units, 1000)
+    assert not _beats_plain_ones(draft, (1, 0, 2))
 
 
 def test_searches_find_what_a_greedy_packing_misses():

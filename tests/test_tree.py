@@ -145,9 +145,25 @@ def test_a_bad_trajectory_is_refused_by_name(bad, error, message):
         PrefixTree.from_sequences([[1], [1, 2], bad, [4]])
 
 
-def test_no_trajectory_is_refused():
+@pytest.mark.parametrize("build", [PrefixTree.from_sequences, PrefixTree.without_sharing])
+def test_no_trajectory_is_refused(build):
     with pytest.raises(ValueError, match="at least one trajectory"):
-        PrefixTree.from_sequences([])
+        build([])
+
+
+def test_without_sharing_is_the_packed_batch():
+    """Duplicates, prefixes and unsorted trajectories stay apart, in the order given."""
+    sequences = [[5, 6, 7], [1, 2], [1, 2, 3], [1, 2], [4]]
+    forest = PrefixTree.without_sharing(sequences)
+    assert forest.num_rows == forest.num_tokens == 11
+    assert forest.token_ids.tolist() == sum(sequences, [])
+    assert forest.position_ids.tolist() == [p for s in sequences for p in range(len(s))]
+    assert forest.parent.tolist() == [-1, 0, 1, -1, 3, -1, 5, 6, -1, 8, -1]
+    assert forest.subtree_end.tolist() == [3, 3, 3, 5, 5, 8, 8, 8, 10, 10, 11]
+    assert forest.counts.tolist() == [1] * 11
+    assert [rows.tolist() for rows in forest.all_rows()] == [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9], [10]]
+    with pytest.raises(ValueError, match="trajectory 1 is empty"):
+        PrefixTree.without_sharing([[1], []])
 
 
 @pytest.mark.parametrize("trajectory", [-1, 2])

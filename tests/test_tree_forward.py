@@ -344,6 +344,57 @@ def test_unknown_family_and_options_raise():
         tree_logprobs(dropping, [[1, 2, 3]])
 
 
+def test_implementations_are_chosen_per_instance():
+    model = enable_tree_forward(tiny_model("bailing_hybrid", num_hidden_layers=2))
+    sequences = random_forest(np.random.default_rng(11), VOCAB, max_tokens=60)
+    expected = tree_logprobs(model, sequences)[0]
+    enable_tree_forward(model, linear_attention="reference", attention="varlen")
+    for actual, default in zip(tree_logprobs(model, sequences)[0], expected, strict=True):
+        assert torch.allclose(actual, default, atol=LOG_PROB_TOLERANCE, rtol=0)
+    enable_tree_forward(model, linear_attention="rounds")
+    enable_tree_forward(model)  # leaves the choice as it is
+    with pytest.raises(ValueError, match="'rounds'.*CUDA"):
+        tree_logprobs(model, sequences)
+    enable_tree_forward(model, linear_attention="torch", attention="flash4")
+    with pytest.raises(ValueError, match="flash4"):
+        tree_logprobs(model, sequences)
+    other = enable_tree_forward(tiny_model("bailing_hybrid", num_hidden_layers=2))
+    for instance in (other, enable_tree_forward(disable_tree_forward(model))):
+        for actual, default in zip(tree_logprobs(instance, sequences)[0], expected, strict=True):
+            assert torch.equal(actual, default)
+
+
+def test_unknown_implementations_raise():
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="linear_attention must be one of.*'fast'"):
+        enable_tree_forward(model, linear_attention="fast")
+    with pytest.raises(ValueError, match="attention must be one of.*'fast'"):
+        enable_tree_forward(model, attention="fast")
+    with pytest.raises(ValueError, match="no such layers"):
+        enable_tree_forward(model, linear_attention="torch")
+
+
+def test_packed_trajectories_run_as_each_alone():
+    """A forest without sharing is what sharing is compared with: one call, block-diagonal, nothing replayed."""
+    model = tiny_model("bailing_hybrid", num_hidden_layers=2)
+    sequences = random_forest(np.random.default_rng(13), VOCAB, max_tokens=150)
+    expected = expanded_logprobs(model, sequences)[0]
+    batch = CompactBatch(PrefixTree.without_sharing(sequences))
+    ends = np.cumsum([len(s) for s in sequences])
+    first = np.repeat(ends - [len(s) for s in sequences], [len(s) for s in sequences])
+    rows = torch.arange(int(ends[-1]))
+    causal_blocks = (rows[None] <= rows[:, None]) & (rows[None] >= torch.from_numpy(first)[:, None])
+    assert torch.equal(batch.attention_layout().dense_mask()[0, 0], causal_blocks)
+    assert (batch.round_plan().num_rounds, batch.round_plan().replay_tokens) == (1, 0)
+    calls = batch.chunk_layout().packed_calls.calls
+    assert len(calls) == 1
+    assert torch.equal(calls[0].rows, rows)
+    with torch.no_grad():
+        actual = enable_tree_forward(model)(harts_batch=batch).log_probs
+    for i, stock in enumerate(expected):
+        assert torch.allclose(actual[batch.scores(i)[1:]], stock, atol=LOG_PROB_TOLERANCE, rtol=0), i
+
+
 def test_bad_sequences_are_named():
     model = enable_tree_forward(tiny_model("llama", max_position_embeddings=16))
     with pytest.raises(ValueError, match="trajectory 1.*260.*position 2.*vocabulary"):

@@ -15,6 +15,7 @@ from harts_hf.batch import CompactBatch
 from harts_hf.boundary import Boundary
 from harts_hf.execution import Trajectory
 from harts_hf.models.linear_attention_seam import _chunk_seam
+from harts_hf.planning.window_memory import WindowMemory
 from harts_hf.tree import PrefixTree
 from harts_hf.window_batches import WindowBatches
 
@@ -126,3 +127,50 @@ def test_training_with_windows_on_the_gpu(tmp_path, options):
     assert windows.logs[0]["tree/windows"] > 0 and plain.logs[0]["tree/windows"] == 0
     assert next(windows.trainer.model.parameters()).device.type == "cuda"
     assert gradient_error(windows, plain) <= 1e-2
+
+
+@on_gpu
+def test_memory_is_flat_over_fifty_steps():
+    """Five plans, ten times each: nothing stays behind, and each plan peaks where it did before."""
+    model = tiny_model("bailing_hybrid", **GPU_SIZES["bailing_hybrid"]).to("cuda").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    steps = [random_window_step(np.random.default_rng(seed), 60 + 50 * seed, 4, 70) for seed in range(5)]
+    left, peaks = [], []
+    for _ in range(10):
+        for sequences, plan in steps:
+            torch.cuda.reset_peak_memory_stats()
+            run_step(model, plan, sequences)
+            torch.cuda.synchronize()
+            peaks.append(torch.cuda.max_memory_allocated())
+            left.append(torch.cuda.memory_allocated())
+    assert max(left[5:]) <= left[4], left
+    for k in range(5):
+        assert max(peaks[5 + k :: 5]) <= 1.01 * peaks[k] + 2**20, peaks[k::5]
+
+
+@on_gpu
+@pytest.mark.parametrize("model_type", ["bailing_hybrid", "llama"])
+def test_an_open_window_keeps_the_bytes_that_the_planner_counts(model_type):
+    """Behind the last consumer, when all leaves have gradients and the producer has not run backward."""
+    model = tiny_model(model_type, hidden_size=256, num_hidden_layers=4, **GPU_SIZES.get(model_type, {})).to("cuda")
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    rng = np.random.default_rng(0)
+    trunk = tokens(rng, 3000)
+    sequences = [np.concatenate([trunk, tokens(rng, n)]) for n in (90, 41)]
+    plan = window_plan(sequences, [([0], 0), ([1], 0)], [(0, len(trunk), None)])
+    kept = []
+
+    def look(result):
+        parameters = [x for p in model.parameters() for x in (p, p.grad) if x is not None]
+        others = sum(x.untyped_storage().nbytes() for x in (*parameters, *model.buffers()))
+        kept.append(torch.cuda.memory_allocated() - others - outside)
+
+    run_step(model, plan, sequences)  # compiles
+    outside = torch.cuda.memory_allocated() - sum(
+        x.untyped_storage().nbytes() for x in (*model.parameters(), *model.buffers())
+    )
+    run_step(model, plan, sequences, after=look)
+    counted = WindowMemory.from_config(model.config, 1, dtype_bytes=4).window_bytes(len(trunk))
+    assert len(kept) == 3  # the producer and two consumers
+    assert 0.9 * counted <= kept[-1] <= 1.1 * counted, (kept, counted)

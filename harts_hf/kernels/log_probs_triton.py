@@ -9,7 +9,8 @@ import triton.language as tl
 
 from .log_probs_torch import SoftmaxSums, Transform
 
-BLOCK = 2048  # columns that a program holds at a time
+BLOCK = 2048  # columns that a program of the gradient holds
+FOLD_BLOCK = 8192  # most that a program of the sums holds: each block costs reductions over all its threads
 
 
 def fold_tile(
@@ -22,10 +23,12 @@ def fold_tile(
 ) -> None:
     """See `log_probs_torch.fold_tile`; `logits` must be contiguous and stay as they are."""
     num_rows, width = logits.shape
+    block = min(FOLD_BLOCK, triton.next_power_of_2(width))
     _fold_kernel[(num_rows,)](
         logits, logits if bias is None else bias, columns, *sums, width,
         transform.logit_scale, transform.softcap or 1.0, 1 / transform.temperature,
-        HAS_BIAS=bias is not None, HAS_SOFTCAP=transform.softcap is not None, WITH_ENTROPY=with_entropy, BLOCK=BLOCK,
+        HAS_BIAS=bias is not None, HAS_SOFTCAP=transform.softcap is not None, WITH_ENTROPY=with_entropy, BLOCK=block,
+        num_warps=max(4, block // 512),
     )  # fmt: skip
 
 
@@ -83,7 +86,11 @@ def _fold_kernel(
     largest = tl.load(largest_ptr + row)
     total = tl.load(total_ptr + row)
     weighted = tl.load(weighted_ptr + row)
-    target_logit = 0.0
+    is_here = (target >= 0) & (target < width)
+    target_logit, _ = _load_transformed(
+        logits, bias, row * width, target, is_here, logit_scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP
+    )
+    tl.store(target_logit_ptr + row, target_logit, mask=is_here)
     for begin in range(0, width, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         is_inside = column < width
@@ -97,13 +104,11 @@ def _fold_kernel(
         total = total * shrink + tl.sum(exp, axis=0)
         if WITH_ENTROPY:
             weighted = weighted * shrink + tl.sum(tl.where(is_inside, exp * x, 0.0), axis=0)
-        target_logit += tl.sum(tl.where(column == target, x, 0.0), axis=0)
         largest = new_largest
     tl.store(largest_ptr + row, largest)
     tl.store(total_ptr + row, total)
     if WITH_ENTROPY:
         tl.store(weighted_ptr + row, weighted)
-    tl.store(target_logit_ptr + row, target_logit, mask=(target >= 0) & (target < width))
 
 
 @triton.jit

@@ -34,7 +34,7 @@ class _TreeConv(torch.autograd.Function):
     def forward(ctx, x, weight, bias, layout: ConvLayout, use_silu: bool):
         output = torch.empty_like(x)
         if x.numel():
-            _forward_kernel[_grid(x, FORWARD_ROWS)](
+            _conv_forward_kernel[_grid(x, FORWARD_ROWS)](
                 x,
                 weight,
                 x if bias is None else bias,
@@ -127,7 +127,7 @@ def _linear(
 
 
 @triton.jit
-def _forward_kernel(
+def _conv_forward_kernel(
     x,
     weight,
     bias,

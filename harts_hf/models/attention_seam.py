@@ -48,6 +48,7 @@ class _AttentionSeam:
         *args,
         harts_batch: CompactBatch | None = None,
         harts_layer: int | None = None,
+        harts_attention: str | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
         if harts_batch is None:
@@ -69,5 +70,6 @@ class _AttentionSeam:
             harts_batch.attention_layout(),
             scale=kwargs["scaling"],
             window=kwargs.get("sliding_window"),
+            implementation=harts_attention,
         )
         return output, None  # [1, C, H, V]

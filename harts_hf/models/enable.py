@@ -10,6 +10,7 @@ as before.
 import contextlib
 import inspect
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,8 +18,11 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from harts_hf.batch import CompactBatch, compact_batch_from_features
+from harts_hf.kernels import linear_attention as linear_kernels
+from harts_hf.kernels import tree_attention as attention_kernels
 from harts_hf.kernels.log_probs import linear_log_probs
 
+from . import fused_experts  # noqa: F401  makes its name known to Transformers
 from .attention_seam import install_attention_seam
 from .boundary_seam import hand_over, number_layers, refuse_reentrant_checkpointing
 from .families import Family, UnsupportedModelError, family_of
@@ -51,26 +55,42 @@ class TreeOutput(ModelOutput):
     expert_loads: torch.Tensor | None = None
 
 
-def enable_tree_forward(model):
+def enable_tree_forward(
+    model,
+    *,
+    linear_attention: linear_kernels.Implementation | None = None,
+    attention: attention_kernels.Implementation | None = None,
+):
     """Give `model` a tree forward.
 
-    Works on the instance: other instances of the class are untouched. Does nothing on a model that has one already.
-    The model's parameters, config, saved checkpoint and ordinary calls stay as they are.
+    Works on the instance: other instances of the class are untouched. On a model that has one already, only the
+    implementations that are given take the place of those before; without any, nothing changes. The model's
+    parameters, config, saved checkpoint and ordinary calls stay as they are.
 
     Args:
         model: a Transformers causal LM or a PEFT model around one, not yet wrapped by DDP or FSDP.
+        linear_attention: implementation of the linear-attention layers, by its name in
+            `harts_hf/kernels/linear_attention.py`; by default the device decides.
+        attention: implementation of the softmax layers, by its name in `harts_hf/kernels/tree_attention.py`; by
+            default device, dtype and head widths decide.
 
     Returns:
         the same model.
 
     Raises:
+        ValueError: an implementation has no such name, or `linear_attention` is given for a softmax model. One that
+            does not serve the layers' inputs raises when they run.
         UnsupportedModelError: the architecture or an option has no tree forward; the message says what is supported.
         TypeError: `model` is neither a Transformers causal LM nor a PEFT model around one.
         ImportError: another minor version of Transformers is installed than the one the seams were read in.
     """
+    _check_implementation("linear_attention", linear_attention, linear_kernels.Implementation)
+    _check_implementation("attention", attention, attention_kernels.Implementation)
     base = causal_lm_of(model)
+    family = family_of(base)
+    if linear_attention is not None and family.linear_attention is None:
+        raise ValueError(f"linear_attention is {linear_attention!r}, but {type(base).__name__} has no such layers")
     if not has_tree_forward(base):
-        family = family_of(base)
         if base.get_output_embeddings() is None:
             raise UnsupportedModelError(
                 f"{type(base).__name__} is no causal LM: it has no output head over the vocabulary"
@@ -79,7 +99,13 @@ def enable_tree_forward(model):
         tree_forward.install_seams()
         base.forward = tree_forward
         setattr(base, _ATTRIBUTE, tree_forward)
+    getattr(base, _ATTRIBUTE).choose(linear_attention, attention)
     return model
+
+
+def _check_implementation(option: str, name: str | None, known) -> None:
+    if name is not None and name not in get_args(known):
+        raise ValueError(f"{option} must be one of {get_args(known)}, got {name!r}")
 
 
 def disable_tree_forward(model):
@@ -143,6 +169,12 @@ class _TreeForward:
         self.model = model
         self.family = family
         self.instance_forward = instance_forward  # set on the instance before, by a wrapper such as TRL's; or None
+        self.implementations: dict[str, str] = {}  # keyword arguments of the layers: names of chosen implementations
+
+    def choose(self, linear_attention: str | None, attention: str | None) -> None:
+        """Use these implementations from now on; None leaves what was chosen before."""
+        chosen = {"harts_linear_attention": linear_attention, "harts_attention": attention}
+        self.implementations |= {keyword: name for keyword, name in chosen.items() if name is not None}
 
     def install_seams(self) -> None:
         """Wrap what the layers call.
@@ -219,7 +251,8 @@ class _TreeForward:
                 use_cache=False,
                 harts_batch=batch,
                 harts_safe_gate=self.family.has_safe_gate(self.model.config.get_text_config()),
-                harts_recomputes=backbone.is_gradient_checkpointing and backbone.training,
+                **self.implementations,
+                harts_recomputes=backbone.is_activation_checkpointing and backbone.training,
                 **extra,
             )
         hidden = output.last_hidden_state[0]

@@ -83,6 +83,7 @@ def _chunk_seam(
     harts_safe_gate: bool,
     harts_recomputes: bool,
     harts_layer: int,
+    harts_linear_attention: str | None = None,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
@@ -116,6 +117,7 @@ def _chunk_seam(
         layout,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
         initial_states=state,
+        implementation=harts_linear_attention,
         keep_intermediates=harts_recomputes,  # they live from the layer's recomputation to its backward
         **options,
     )

@@ -10,12 +10,13 @@ Candidates, for the fewest slots that any of them needs and for the slots of the
 
 Each is placed by work. For each number of slots the best few are refined, aligned to the grid and compared once more.
 Fewer slots win unless more of them lower the first objective by more than `SLOT_GAIN`: a slot has a cost of its own.
-If total work comes first, a cell that costs work to fill stays empty.
+If total work comes first, a cell that costs work to fill stays empty. The plan is annealed at last.
 """
 
 import numpy as np
 
 from .align import align
+from .anneal import anneal
 from .bounds import least_rows
 from .draft import Bin, Draft
 from .level import level
@@ -40,11 +41,16 @@ WORK_UNIT_STEPS = 120_000  # the same if total work decides alone, as with one r
 LEVELLED = 2  # refined candidates that are levelled
 LEVEL_STEPS = 40_000  # units that each of those is levelled by
 WORK_LEVEL_STEPS = 100_000  # the same if total work comes first: nothing is evened then
+ANNEAL_STEPS = 300_000  # units of each round by which the best draft is annealed
+ANNEAL_HEATS = (0.3, 0.1, 0.03)  # its rounds, with placement in between
+EVEN_ENOUGH = 0.995  # a draft whose balance by work is above is not annealed
 EVENED = 2  # refined candidates that are repacked towards even bins
 EVEN_STEPS = 40_000  # units that each of those is repacked by
 
 
-def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objective: tuple[int, ...]) -> Draft:
+def plan_without_windows(
+    units: Units, max_rows: int, num_replicas: int, objective: tuple[int, ...], quick: bool = False
+) -> Draft:
     """The best refined candidate.
 
     Args:
@@ -52,6 +58,7 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
         max_rows: most rows of a microbatch; a unit above it is one of its own.
         num_replicas: microbatches of a slot.
         objective: order of comparison, indices into `Draft.objectives()`.
+        quick: leave out what takes longest, repacking for longer and all evening: more work, about as many slots.
     """
     starts = first_starts(units.rows, units.added_rows, max_rows)
     cheapest = cheapest_partition(units.cut_work, starts)
@@ -62,7 +69,7 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
     pieces.append(list(zip(joinable, [*joinable[1:], len(units)], strict=True)))
     packings = [pack(units, p, max_rows, None, order, "fullest") for p in pieces for order in ORDERS]
     work_first = objective[0] == 0
-    unit_steps = WORK_UNIT_STEPS if work_first or num_replicas == 1 else UNIT_STEPS
+    unit_steps = 0 if quick else WORK_UNIT_STEPS if work_first or num_replicas == 1 else UNIT_STEPS
     packings += _repacked(units, max_rows, unit_steps, cheapest, pieces[-1], min(packings, key=len))
     fewest = min(fewest_ranges(units, max_rows), *map(len, packings))
 
@@ -81,11 +88,11 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
             align(draft, for_free=work_first)
             place(draft.bins, num_replicas)
         of_size.sort(key=lambda draft: rank(draft, objective))
-        if num_replicas > 1 and not work_first:
+        if num_replicas > 1 and not work_first and not quick:
             evened = [_evened(draft) for draft in of_size[:EVENED]]
             of_size += [draft for draft in evened if draft.num_slots == num_slots]
             of_size.sort(key=lambda draft: rank(draft, objective))
-        for draft in with_least_work(of_size, LEVELLED) if num_replicas > 1 else []:
+        for draft in with_least_work(of_size, LEVELLED) if num_replicas > 1 and not quick else []:
             level(draft, objective, WORK_LEVEL_STEPS if work_first else LEVEL_STEPS)
             place(draft.bins, num_replicas)
         best.append(min(of_size, key=lambda draft: rank(draft, objective)))
@@ -93,7 +100,19 @@ def plan_without_windows(units: Units, max_rows: int, num_replicas: int, objecti
     for draft in best[1:]:
         if rank(draft, objective)[0] < (1 - SLOT_GAIN) * rank(chosen, objective)[0]:
             chosen = draft
+    if not quick:
+        _even_out(chosen, objective)
     return chosen
+
+
+def _even_out(draft: Draft, objective: tuple[int, ...]) -> None:
+    """Anneal a plan without windows in place, unless its slots are even, or total work comes first."""
+    total, critical, _ = draft.objectives()
+    if objective[0] == 0 or total > EVEN_ENOUGH * draft.num_replicas * critical:
+        return
+    for seed, heat in enumerate(ANNEAL_HEATS):
+        anneal(draft, objective, ANNEAL_STEPS, heat=heat, seed=seed)
+        place(draft.bins, draft.num_replicas)
 
 
 def _repacked(
@@ -114,6 +133,8 @@ def _repacked(
         repack(units, bins, max_rows, TRIAL_STEPS, bound_rows=least) for bins in _first_few(by_work, by_count, TRIED)
     ]
     by_work, by_count = _sorted_by_work(units, tried, max_rows), sorted(tried, key=len)
+    if not unit_steps:
+        return tried
     longer = [
         repack(units, bins, max_rows, unit_steps, bound_rows=least) for bins in _first_few(by_work, by_count, REPACKED)
     ]

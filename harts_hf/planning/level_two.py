@@ -2,15 +2,19 @@
 
 Candidates: for a few numbers of slots, up to those of the plan without windows, the exact program over windows at
 several limits of rows, placed on the grid and refined: trajectories then move between consumers, windows and plain
-microbatches. The best of them are levelled too. The plan without windows is one of the candidates.
+microbatches. The best of them are levelled too, the best of those annealed unless its slots are even. A quick plan
+without windows says how many slots it takes; the plan without windows is made in full, and is a candidate, unless a
+lower bound says that it is worse.
 """
 
 import numpy as np
 
 from .align import align
+from .anneal import anneal
+from .bounds import least_rows
 from .draft import Draft, SharedPrefix
 from .level import level
-from .level_one import most_promising, rank
+from .level_one import most_promising, plan_without_windows, rank
 from .refine import refine
 from .reseat import reseat
 from .units import Units
@@ -23,21 +27,30 @@ PENALTIES = (0.0, 0.06)  # work that a range is taken to cost in addition, as a 
 COARSE_UNITS = 600  # units of the exact program; refinement moves the finer ones
 LEVELLED = 2  # refined candidates that are levelled
 LEVEL_ROUNDS = 2  # with placement improved in between
-LEVEL_STEPS = 25_000  # units of a round
+LEVEL_STEPS = 60_000  # units of a round, at most
+LEVEL_STEPS_PER_SEAT = 5  # units of a round for each unit and bin, at most: annealing serves small drafts better
+EVEN_ENOUGH = 0.985  # a draft whose balance by work is above is not annealed
+ANNEALED = 2  # of those, drafts that are annealed
+ANNEAL_STEPS = 150_000  # units of a round
+ANNEAL_HEATS = (1.0, 0.5, 0.2, 0.1)  # its rounds, with placement improved in between
 
 
-def plan_with_windows(plain: Draft, max_prefix: int, objective: tuple[int, ...]) -> Draft:
-    """The best refined candidate, or `plain`.
+def plan_with_windows(
+    units: Units, max_rows: int, num_replicas: int, max_prefix: int, objective: tuple[int, ...]
+) -> Draft:
+    """The best refined candidate, or the plan without windows.
 
     Args:
-        plain: the plan without windows.
+        units, max_rows, num_replicas: as for `plan_without_windows`.
         max_prefix: longest prefix that a window may share, in rows.
         objective: order of comparison, indices into `Draft.objectives()`.
     """
-    units, max_rows, num_replicas = plain.units, plain.max_rows, plain.num_replicas
     search = _Search(units, max_rows, max_prefix)
-    if plain.num_slots == 1 or not shared_prefixes(search.coarse, max_rows, max_prefix):
-        return plain
+    if not shared_prefixes(search.coarse, max_rows, max_prefix):
+        return plan_without_windows(units, max_rows, num_replicas, objective)
+    plain = plan_without_windows(units, max_rows, num_replicas, objective, quick=True)
+    if plain.num_slots == 1:
+        return plan_without_windows(units, max_rows, num_replicas, objective)
     least = -(-units.total_rows // (max_rows * num_replicas))
     natural = [-(-search.num_ranges(max_rows, penalty) // num_replicas) for penalty in PENALTIES]
     middle = (least + plain.num_slots) // 2
@@ -57,10 +70,30 @@ def plan_with_windows(plain: Draft, max_prefix: int, objective: tuple[int, ...])
         reseat(draft)
     drafts.sort(key=lambda draft: rank(draft, objective))
     for draft in drafts[:LEVELLED]:
+        level_steps = min(LEVEL_STEPS, LEVEL_STEPS_PER_SEAT * len(units) * len(draft.bins))
         for _ in range(LEVEL_ROUNDS):
-            level(draft, objective, LEVEL_STEPS)
+            level(draft, objective, level_steps)
             reseat(draft)
-    return min([plain, *drafts], key=lambda draft: rank(draft, objective))
+    drafts.sort(key=lambda draft: rank(draft, objective))
+    for draft in drafts[:ANNEALED] if num_replicas > 1 and objective[0] != 0 else []:
+        total, critical, _ = draft.objectives()
+        if total > EVEN_ENOUGH * num_replicas * critical:
+            continue
+        for seed, heat in enumerate(ANNEAL_HEATS):
+            anneal(draft, objective, ANNEAL_STEPS, max_prefix, heat, seed)
+            reseat(draft)
+    best = min([plain, *drafts], key=lambda draft: rank(draft, objective))
+    if not _beats_plain_ones(best, objective):
+        plain = plan_without_windows(units, max_rows, num_replicas, objective)
+    return min([plain, best], key=lambda draft: rank(draft, objective))
+
+
+def _beats_plain_ones(draft: Draft, objective: tuple[int, ...]) -> bool:
+    """Whether a lower bound says that every plan without windows is worse; work has to count rows."""
+    if not draft.units.cost.counts_rows:
+        return False
+    replicas = 1 if objective[0] == 0 else draft.num_replicas  # that share the first objective, at best evenly
+    return draft.objectives()[objective[0]] * replicas < least_rows(draft.units, draft.max_rows)
 
 
 class _Search:

@@ -74,10 +74,11 @@ def plan_step(
         _warn_of_long_trajectories(tree, units, max_tokens)
     units = units.coarsened(max(MAX_UNITS, 16 * num_replicas), max_tokens)
     order = _comparison(objective)
-    draft = plan_without_windows(units, max_tokens, num_replicas, order)
     if windows:
         max_prefix = units.total_rows if window_memory is None else window_memory.max_prefix_tokens
-        draft = plan_with_windows(draft, max_prefix, order)
+        draft = plan_with_windows(units, max_tokens, num_replicas, max_prefix, order)
+    else:
+        draft = plan_without_windows(units, max_tokens, num_replicas, order)
     plan = _step_plan(draft, tree, objective)
     return divide_long_paths(plan, tree.lengths.tolist(), max_tokens, units.cost.chunk_size) if windows else plan
 

@@ -1,0 +1,319 @@
+"""What `end_to_end.py` measures of one variant on one step: passes, memory, planning, work, a profile."""
+
+import argparse
+import importlib.metadata
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from device_timing import command_line
+from end_to_end_report import derive
+from hybrid_model import build_hybrid_model
+from kernel_breakdown import profile_components
+from rollout_steps import RolloutStep
+from step_run import StepRun
+from step_variants import StepRunner, build_batches, pack, tree_forward
+from step_work import H200_FLOPS, ForwardFlops
+
+from harts_hf.planning.microbatches import plan_step
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run a step.
+
+    Attributes:
+        linear_attention: implementation on CUDA.
+        windows: whether the plan has sharing windows.
+        experts: implementation; the run's by default.
+        first_step_only: run on the first step alone.
+    """
+
+    linear_attention: str | None = None
+    windows: bool = False
+    experts: str | None = None
+    first_step_only: bool = False
+
+
+VARIANTS = {
+    "expanded": Variant(),
+    "padded": Variant(experts="grouped_mm"),
+    "tree": Variant("tree"),
+    "tree_windows": Variant("tree", windows=True),
+    "rounds": Variant("rounds"),
+    "rounds_windows": Variant("rounds", windows=True),
+    "nodewise": Variant("nodewise"),
+    "expanded_grouped_mm": Variant(experts="grouped_mm", first_step_only=True),
+    "tree_grouped_mm": Variant("tree", experts="grouped_mm", first_step_only=True),
+}
+STEADY = 0.03  # a spread above this asks for a third pass
+FEWEST_SECONDS = 3.0  # left for a measurement to begin
+
+
+class Benchmark:
+    """Measures variants on steps, within a time limit, and keeps the record."""
+
+    def __init__(self, arguments: argparse.Namespace):
+        self.arguments = arguments
+        self.begin = time.perf_counter()
+        self.has_failed = False
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.is_cuda = self.device.type == "cuda"
+        build_begin = time.perf_counter()
+        self.model = build_hybrid_model(self.device, arguments.seed, arguments.layers)
+        self.flops = ForwardFlops.of(self.model)
+        self.record = {
+            "command": command_line(),
+            "device": torch.cuda.get_device_name() if self.is_cuda else "cpu",
+            "versions": versions(),
+            "seed": arguments.seed,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "layers": self.model.config.num_hidden_layers,
+            "experts_implementation": arguments.experts,
+            "recomputation": "every layer, non-reentrant",
+            "build_seconds": round(time.perf_counter() - build_begin, 2),
+            "rows": arguments.rows,
+            "attention": arguments.attention or "automatic",
+            "forward_flops": vars(self.flops),
+            "flops": "mfu: three forwards of matmuls and visible attention pairs; hfu: with recomputation, four, and "
+            "4.5 for attention; both over 989e12 a second, without what linear attention computes in its kernels",
+            "steps": {},
+        }
+
+    @property
+    def seconds_left(self) -> float:
+        return self.arguments.max_seconds - (time.perf_counter() - self.begin)
+
+    def write(self) -> None:
+        """Put derived figures into the record and write it."""
+        derive(self.record)
+        if self.arguments.json is not None:
+            self.arguments.json.write_text(json.dumps(self.record, indent=1) + "\n")
+
+    def add_step(self, step: RolloutStep) -> StepRunner:
+        self.record["steps"][step.name] = {
+            "remark": step.remark,
+            "groups": step.num_groups,
+            "trajectories": len(step.trajectories),
+            "expanded_tokens": step.num_tokens,
+            "scored_tokens": step.num_scored,
+            "longest": max(map(len, step.sequences)),
+            "longer_than_a_microbatch": f"{step.num_left_out} trajectories of these groups, left out for all variants"
+            if self.is_cuda
+            else "tokens are left out, the longest are cut",
+            "variants": {},
+        }
+        return StepRunner(self.model, step)
+
+    def measure(self, runner: StepRunner, name: str) -> None:
+        """Measure one variant on one step, unless time is over."""
+        variants = self.record["steps"][runner.step.name]["variants"]
+        variant = VARIANTS[name]
+        print(f"[{time.perf_counter() - self.begin:5.0f} s] {runner.step.name} {name}", flush=True)
+        if not self.is_cuda and name in ("rounds", "rounds_windows", "nodewise"):
+            variants[name] = {"skipped": "needs CUDA"}
+        elif self.seconds_left < FEWEST_SECONDS:
+            variants[name] = {"skipped": "out of time"}
+        else:
+            self.model.set_experts_implementation(variant.experts or self.arguments.experts)
+            try:
+                if name == "padded":
+                    variants[name] = self.measure_padded(runner)
+                elif name in ("expanded", "expanded_grouped_mm"):
+                    variants[name] = self.measure_expanded(runner, name)
+                else:
+                    variants[name] = self.measure_trees(runner, variant, name)
+            except (RuntimeError, ValueError) as error:  # out of memory too: the others are still to be measured
+                traceback.print_exc()
+                variants[name] = {"skipped": f"failed: {type(error).__name__}: {error}"}
+                self.has_failed = True
+            self.model.zero_grad(set_to_none=True)
+        self.write()
+        print(f"  {summary(variants[name])}", flush=True)
+
+    def measure_trees(self, runner: StepRunner, variant: Variant, name: str) -> dict:
+        step, rows = runner.step, self.arguments.rows
+        begin = time.perf_counter()
+        plan = plan_step(step.sequences, rows, windows=variant.windows)
+        plan_seconds = time.perf_counter() - begin
+        if variant.windows and not plan.windows:
+            return {"skipped": "the plan has no sharing window: the same as without"}
+        tree_seconds = build_batches(plan, step, self.device)
+        with tree_forward(self.model, variant.linear_attention if self.is_cuda else None, self.arguments.attention):
+            entry = self.passes(runner, lambda **limits: runner.trees(plan, **limits), name)
+        if name == "nodewise":
+            entry |= {"replay_tokens": 0, "rounds": None}
+        return entry | {
+            "plan_rows": plan.compact_tokens,
+            "windows": len(plan.windows),
+            "producer_rows": sum(plan.producer_rows),
+            "plan_seconds": round(plan_seconds, 4),
+            "tree_seconds": round(tree_seconds, 4),
+        }
+
+    def measure_expanded(self, runner: StepRunner, name: str) -> dict:
+        lengths = [len(s) for s in runner.step.sequences]
+        if "expanded_chosen" not in self.record:
+            self.choose_expanded(runner, lengths)
+        rows, linear_attention = self.record["expanded_chosen"]
+        bins = pack(lengths, rows)
+        with tree_forward(self.model, linear_attention, self.arguments.attention):
+            entry = self.passes(runner, lambda **limits: runner.packed(bins, **limits), name)
+        return entry | {"max_rows": rows, "linear_attention": linear_attention}
+
+    def choose_expanded(self, runner: StepRunner, lengths: list[int]) -> None:
+        """Time the fullest microbatch of each size, and at the fastest the tree's kernels in place of the stock ones.
+
+        The fastest serves all sets.
+        """
+        rates = {}
+
+        def time_fullest(rows: int, linear_attention: str | None) -> None:
+            fullest = max(pack(lengths, rows), key=lambda members: sum(lengths[i] for i in members))
+            with tree_forward(self.model, linear_attention, self.arguments.attention):
+                try:
+                    runs = [runner.packed([fullest]) for _ in range(2)]  # the first is the warm-up
+                except torch.OutOfMemoryError:
+                    return
+            rates[rows, linear_attention] = round(runs[1].work.rows / runs[1].seconds, 1)
+
+        for rows in self.arguments.expanded_rows:
+            time_fullest(rows, "rounds" if self.is_cuda else None)
+        if self.is_cuda:
+            time_fullest(max(rates, key=rates.get)[0], "tree")
+        self.record["expanded_tokens_per_second"] = {
+            f"{rows} rows, linear attention {name}": rate for (rows, name), rate in rates.items()
+        }
+        self.record["expanded_chosen"] = max(rates, key=rates.get)
+        print(f"  tokens/s of one microbatch: {rates}", flush=True)
+
+    def measure_padded(self, runner: StepRunner) -> dict:
+        step, limit = runner.step, self.arguments.padded_seconds
+        batch_size = max(1, self.arguments.padded_rows // max(map(len, step.sequences)))
+
+        def run(**limits) -> StepRun:
+            return runner.padded(batch_size, **limits)
+
+        while True:
+            try:
+                return self.passes(runner, run, "padded", limit) | {"batch_size": batch_size}
+            except torch.OutOfMemoryError:
+                if batch_size == 1:
+                    raise
+            batch_size //= 2
+            print(f"  out of memory: padded batches of {batch_size} trajectories", flush=True)
+
+    def passes(self, runner: StepRunner, run: Callable[..., StepRun], name: str, limit: float | None = None) -> dict:
+        """Warm up, run the step twice, or three times if the passes differ, and profile a microbatch."""
+        limit = self.arguments.max_seconds_variant if limit is None else limit
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+        run(microbatch_limit=1)
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        runs = [run(seconds_limit=min(limit, max(self.seconds_left, FEWEST_SECONDS)))]
+        peak = torch.cuda.max_memory_allocated() if self.is_cuda else None
+        if self.is_cuda and "optimizer" not in self.record:
+            self.record["optimizer"] = time_optimizer(self.model)
+        repeat_limit = min(limit, self.arguments.repeat_seconds)
+        if runs[0].seconds > repeat_limit:  # a later pass will not be complete: it only shows the spread
+            repeat_limit /= 2
+        while (len(runs) < 2 or (len(runs) < 3 and spread(runs) > STEADY)) and self.seconds_left > repeat_limit:
+            runs.append(run(seconds_limit=repeat_limit))
+        entry = self.entry(runner, runs) | {"peak_bytes": peak}
+        if self.is_cuda and name in self.arguments.profile and name not in self.record.get("profiles", {}):
+            if self.seconds_left > FEWEST_SECONDS:
+                self.profile(name, runner.step.name, lambda: run(microbatch_limit=1))
+        return entry
+
+    def profile(self, name: str, set_name: str, job: Callable[[], StepRun]) -> None:
+        """Record where the GPU's time goes in a variant's first microbatch; a failure costs the profile alone."""
+        try:
+            profile = profile_components(job)
+        except RuntimeError as error:
+            traceback.print_exc()
+            profile = {"failed": str(error)}
+            self.has_failed = True
+        self.record.setdefault("profiles", {})[name] = {"set": set_name} | profile
+
+    def entry(self, runner: StepRunner, runs: list[StepRun]) -> dict:
+        first = runs[0]
+        complete = [r.seconds for r in runs if r.is_complete]
+        seconds = statistics.median(complete) if first.is_complete else first.marks[-1]
+        tokens = sum(len(runner.step.trajectories[i].token_ids) for i in first.trajectories)
+        return {
+            "complete": first.is_complete,
+            "share_of_tokens": round(tokens / runner.step.num_tokens, 4),
+            "seconds": round(seconds, 4),
+            "complete_passes": [round(s, 4) for s in complete],
+            "spread": round(spread(runs), 4),
+            "expanded_tokens": tokens,
+            "expanded_tokens_per_second": round(tokens / seconds, 1),
+            "microbatches": first.microbatches,
+            "rows_computed": first.embedded_rows,
+            "replay_tokens": first.work.replay_tokens,
+            "rounds": first.work.rounds,
+            "mfu": round(self.flops.model_flops(first.work) / seconds / H200_FLOPS, 4),
+            "hfu": round(self.flops.hardware_flops(first.work) / seconds / H200_FLOPS, 4),
+            "loss": runner.loss_of(first.log_prob_sums),
+            "log_prob_sums": dict(sorted(first.log_prob_sums.items())),
+            "loss_weights": [float(w) for w in -runner.step.advantages / runner.step.num_scored],
+        }
+
+
+def spread(runs: list[StepRun]) -> float:
+    """Largest difference between passes up to the last microbatch that all have run, over the shortest."""
+    last = min(len(r.marks) for r in runs) - 1
+    times = [r.marks[last] for r in runs]
+    return (max(times) - min(times)) / min(times)
+
+
+def time_optimizer(model) -> dict:
+    """Seconds of one update by fused AdamW with moments in the parameters' dtype, at a learning rate of 0.
+
+    The gradients of the pass before are there; a clipping of their norm is part of it, as in training.
+    """
+    kind = "fused AdamW without a master copy in fp32, clipping included"
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    try:
+        optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0, fused=True)
+        times = []
+        for _ in range(3):  # the first makes the moments
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        result = {"kind": kind, "seconds": round(statistics.median(times[1:]), 4)}
+    except torch.OutOfMemoryError:
+        return {"kind": kind, "seconds": "out of memory"}
+    del optimizer
+    torch.cuda.empty_cache()
+    return result
+
+
+def versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for name in ("torch", "triton", "transformers", "trl", "fla-core", "flash-attn-4", "causal-conv1d"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def summary(entry: dict) -> str:
+    if "skipped" in entry:
+        return f"skipped: {entry['skipped']}"
+    share = "" if entry["complete"] else f", {100 * entry['share_of_tokens']:.0f}% of the step"
+    return (
+        f"{entry['seconds']:.2f} s, {entry['expanded_tokens_per_second']:,.0f} expanded tokens/s, "
+        f"{entry['rows_computed']:,} rows, compression {entry['compression']:.2f}{share}"
+    )

@@ -1,0 +1,132 @@
+"""The whole-model benchmark runs on the CPU, counts what it says, and its variants have one loss."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    """The benchmarks' folder on the import path."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def test_end_to_end_on_the_cpu(tmp_path):
+    path = tmp_path / "end_to_end.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "end_to_end.py"), "--tokens", "1600", "--rows", "300"]
+    command += ["--expanded-rows", "450", "--layers", "4", "--json", str(path), "--plot", str(tmp_path / "plot.png")]
+    environment = {name: value for name, value in os.environ.items() if name != "HARTS_ROLLOUTS"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert (tmp_path / "plot.png").stat().st_size > 0
+    record = json.loads(path.read_text())
+    (step,) = record["steps"].values()
+    variants = step["variants"]
+    with_stock_experts = {"expanded_grouped_mm", "tree_grouped_mm"}
+    without_cuda = {"rounds", "rounds_windows", "nodewise"}
+    assert set(variants) == {"expanded", "padded", "tree", "tree_windows"} | with_stock_experts | without_cuda
+    assert variants["rounds"] == {"skipped": "needs CUDA"}
+    assert variants["expanded"]["rows_computed"] == step["expanded_tokens"]
+    assert variants["padded"]["rows_computed"] > step["expanded_tokens"]
+    for name in ("tree", "tree_windows"):
+        entry = variants[name]
+        assert entry["rows_computed"] == entry["plan_rows"] < step["expanded_tokens"]
+        assert entry["compression"] == pytest.approx(step["expanded_tokens"] / entry["plan_rows"], abs=1e-4)
+        assert entry["efficiency"] == pytest.approx(entry["speedup_over_expanded"] / entry["compression"], abs=1e-3)
+    assert variants["tree_windows"]["windows"] > 0
+    assert variants["tree_windows"]["rows_computed"] < variants["tree"]["rows_computed"]
+    for name in set(variants) - without_cuda:
+        assert variants[name]["complete"], name
+        assert abs(variants[name].get("loss_difference", 0.0)) < 1e-5, name
+        assert "tokens/s" in run.stdout
+
+
+def test_a_wrong_loss_is_noticed(benchmarks):
+    from end_to_end_report import derive, wrong_losses
+
+    def entry(log_prob):
+        counts = {"expanded_tokens": 4, "rows_computed": 4, "replay_tokens": 0, "expanded_tokens_per_second": 1.0}
+        return counts | {"log_prob_sums": {0: log_prob, 1: -3.0}, "loss_weights": [1.0, -1.0]}
+
+    variants = {"expanded": entry(-2.0), "tree": entry(-2.0), "rounds": entry(-2.01)}
+    record = {"dtype": "float32", "steps": {"a set": {"variants": variants}}}
+    derive(record)
+    assert wrong_losses(record) == ["a set rounds: -2.0e-03"]
+
+
+def test_steps_are_whole_groups(benchmarks):
+    from rollout_steps import BUNDLED, load_step
+
+    options = {"num_tokens": 3000, "vocab_size": 5000}
+    step = load_step(BUNDLED, None, max_length=100_000, **options)
+    again = load_step(BUNDLED, None, max_length=100_000, **options)
+    assert len(step.trajectories) == 4 * step.num_groups and step.num_left_out == 0
+    assert all(np.array_equal(a, b) for a, b in zip(step.sequences, again.sequences, strict=True))
+    assert np.array_equal(step.advantages, again.advantages)
+    assert step.num_tokens >= 3000
+    shorter = sorted(map(len, step.sequences))[1]
+    some = load_step(BUNDLED, None, max_length=shorter, **options)
+    assert some.num_left_out > 0 and max(map(len, some.sequences)) <= shorter
+    thinned = load_step(BUNDLED, None, max_length=50, thin=True, **options)
+    assert thinned.num_left_out == 0 and max(map(len, thinned.sequences)) <= 50
+
+
+def test_trajectories_are_packed_whole(benchmarks):
+    from step_variants import pack
+
+    assert pack([3, 9, 4, 5, 2], 8) == [[1], [3, 0], [2, 4]]
+
+
+def test_flops_of_a_forward(benchmarks):
+    """Against torch's counter: rows, head and, of dense attention, all pairs."""
+    from hybrid_model import build_hybrid_model
+    from step_work import ForwardFlops
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = build_hybrid_model("cpu", recompute=False).eval()
+    model.set_experts_implementation("eager")
+    flops = ForwardFlops.of(model)
+    tokens = 40
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(tokens)[None], use_cache=False)
+    counted = counter.get_flop_counts()
+    expected = tokens * (flops.row + flops.scored) + tokens**2 * flops.pair
+    linear = [i for i, kind in enumerate(model.config.layer_types) if kind == "linear_attention"]
+    in_kernels = sum(  # linear attention and convolutions, which the count leaves out
+        counted[f"{type(model).__name__}.model.layers.{i}.self_attn"].get(operator, 0)
+        for i in linear
+        for operator in (torch.ops.aten.bmm, torch.ops.aten.convolution)
+    )
+    assert counter.get_total_flops() - in_kernels == expected
+
+
+def test_kernels_find_their_component(benchmarks):
+    from kernel_breakdown import OTHER, component_of
+
+    names = {
+        "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90": "softmax attention",
+        "_conv_forward_kernel": "convolution",
+        "_forward_kernel": "linear attention",
+        "chunk_kda_bwd_kernel_wy_dqkg_fused": "linear attention",
+        "_sum_gradient_kernel": "gathers and sums of rows, of linear attention and experts",
+        "_gradient_kernel": "head, without its GEMMs",
+        "cutlass::device_kernel<GemmUniversal<cutlass::gemm::GroupProblemShape": "MoE grouped GEMM",
+        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NTN": "dense GEMM",
+        "cublasLt::splitKreduce_kernel<32, 16>": "dense GEMM",
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float": "norms and reductions",
+        "at::native::index_elementwise_kernel<128, 4>": "routing and token order",
+        "at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda": "copies",
+        "Memcpy DtoD (Device -> Device)": "copies",
+        "at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>": "elementwise",
+        "some_kernel": OTHER,
+    }  # fmt: skip
+    assert {name: component_of(name) for name in names} == names
