@@ -59,6 +59,7 @@ def equals_stock(folder: Path) -> None:
             {"exchange_trajectories": False, "max_tokens_per_microbatch": (60, 10**6)[RANK]},
         ),
     }
+    loads = {}
     for name, (base, loss, options) in cases.items():
         base = dict(base)
         rollouts = base.pop("rollouts", None)
@@ -74,6 +75,10 @@ def equals_stock(folder: Path) -> None:
             assert log["tree/expanded_tokens"] == whole_step_tokens(base), name
             assert_equal_on_ranks(name, {k: torch.tensor(v) for k, v in log.items() if k.startswith("tree/")})
         assert_equal_on_ranks(name, tree.parameters)
+        loads[name] = tree.trainer.accelerator.reduce(tree.trainer.expert_loads)
+    # A near tie of two experts may fall the other way after a step of rounding.
+    moved, stayed = loads["windows, auxiliary loss"], loads["each rank by itself"]
+    assert torch.equal(moved.sum(1), stayed.sum(1)) and (moved - stayed).abs().max() <= 0.01 * moved.sum(1).max()
 
 
 def whole_step_tokens(options: dict) -> int:
@@ -117,7 +122,7 @@ def random_plans(folder: Path) -> None:
 
     grpo_trainer.plan_step = random_plan
     tree = train(TreeGRPOTrainer, checkpoint, folder, **options)
-    assert any(0 in lengths for lengths in counts) and (3, 1) in counts or (1, 3) in counts, counts
+    assert any(0 in lengths for lengths in counts) and any(set(lengths) == {1, 3} for lengths in counts), counts
     compare("random plans", tree, stock, other)
 
 

@@ -19,7 +19,11 @@ def run_ranks(program: str, num_ranks: int, folder: Path, timeout: int = 240) ->
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", f"--master-port={port}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.run(
-        [*command, str(PROGRAM), program, str(folder)], env=environment, capture_output=True, text=True, timeout=timeout
+        [*command, str(PROGRAM), program, str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
 
 
