@@ -5,6 +5,8 @@ leaves; the producer runs backward after its last consumer, and nothing of it is
 """
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -123,8 +125,9 @@ def train_plan(
             run.
         needs_synced_forward: gradients are synchronised only in the backward of a forward that ran outside
             `defer_sync` (DDP). A program that ends with a producer's backward then runs a filler behind it.
-        program: as for [`forward_plan`]. With one, ranks wait for each other within forwards and backwards: a producer
-            runs its whole backward even where no consumer left a gradient.
+        program: as for [`forward_plan`]. With one, ranks wait for each other within forwards and backwards: every
+            backward then reaches all outputs of its forward, with a gradient of 0 if need be, so that the hooks of
+            FSDP fire alike on all ranks.
     """
     run = _PlanRun(model, plan, trajectories, options, device, is_detached=True)
     operations = plan_program(plan) if program is None else tuple(program)
@@ -132,29 +135,37 @@ def train_plan(
         operations += (Operation("microbatch", None),)
     anchors: dict[int, torch.Tensor] = {}  # lane -> a 0 in the graph of the producer's outputs
     try:
-        for place, operation in enumerate(operations):
+        for place, step in enumerate(operations):
             with contextlib.nullcontext() if place == len(operations) - 1 else defer_sync():
-                if operation.kind == "produce":
-                    result = run.produce(operation.index)
+                if step.kind == "produce":
+                    result = run.produce(step.index)
                     if program is not None:
-                        anchors[operation.lane] = result.output.log_probs[:0].sum()
+                        anchors[step.lane] = _anchor(result.output)
                     after(result)
-                elif operation.kind == "microbatch":
-                    result = run.forward(operation.index)
-                    backward(loss(result))
+                elif step.kind == "microbatch":
+                    result = run.forward(step.index)
+                    total = loss(result)
+                    backward(total if program is None else total + _anchor(result.output))
                     after(result)
+                    del total
                 else:
                     result = None
-                    parts = [] if program is None else [anchors.pop(operation.lane)]
-                    if operation.index is not None:
-                        handed_back = run.boundaries.pop(operation.index).hand_back()
+                    parts = [] if program is None else [anchors.pop(step.lane)]
+                    if step.index is not None:
+                        handed_back = run.boundaries.pop(step.index).hand_back()
                         parts += [] if handed_back is None else [handed_back]
                     if parts:
-                        backward(torch.stack(parts).sum() if len(parts) > 1 else parts[0])
+                        backward(functools.reduce(operator.add, parts))
                 del result
     finally:
         for boundary in run.boundaries.values():
             boundary.free()
+
+
+def _anchor(output: TreeOutput) -> torch.Tensor:
+    """A 0 whose backward starts at every output that has a graph."""
+    tensors = [output.log_probs, output.entropies, *(output.router_logits or ())]
+    return functools.reduce(operator.add, (x[:0].sum() for x in tensors if x is not None and x.requires_grad))
 
 
 class _PlanRun:

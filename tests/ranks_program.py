@@ -6,10 +6,13 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
-from accelerate import PartialState
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from grpo_runs import Rollouts, gradient_error, metric_errors, save_checkpoint, train
 from test_trajectories import StockOnTrajectories, step_wise_trajectories
+from torch.distributed.tensor import DTensor
 from trl import GRPOTrainer
 
 from harts_hf import TreeGRPOTrainer
@@ -130,6 +133,55 @@ def rows(tree: PrefixTree, members: list[int]) -> int:
     return len({row for i in members for row in tree.rows(i).tolist()})
 
 
+def sharded(folder: Path) -> None:
+    """FSDP2 equals the stock trainer under DDP: windows, recomputation, random plans; resumed, it goes on the same."""
+    checkpoint = save_checkpoint(folder / f"checkpoint{RANK}")
+    options = {
+        "ddp_backend": "gloo",
+        "trainer_options": {"train_dataset": step_wise_trajectories(num_episodes=8)},
+        "num_iterations": 2,
+        "max_steps": 2,
+        "learning_rate": 0.3,
+        "epsilon": 0.01,
+        "loss_type": "dapo",
+        "router_aux_loss_coef": 0.1,
+        "beta": 0.1,
+    }
+    stock = train(StockOnTrajectories, checkpoint, folder, **options, ddp_find_unused_parameters=True)
+    other = train(
+        StockOnTrajectories, checkpoint, folder, **options, ddp_find_unused_parameters=True, pad_to_multiple_of=64
+    )
+    with pytest.raises(ValueError, match="on the CPU it ignores FSDP"):
+        train(TreeGRPOTrainer, checkpoint, folder, **options, fsdp=True)
+    force_fsdp_on_cpu()
+    options["fsdp"] = True
+    windows = {"max_tokens_per_microbatch": 60}
+    cases = {
+        "one microbatch": {},
+        "windows": windows,
+        "recomputation": {"max_tokens_per_microbatch": 40, "gradient_checkpointing": True},
+        "entropies": {**windows, "top_entropy_quantile": 0.999999},
+    }
+    for name, case in cases.items():
+        tree = train(TreeGRPOTrainer, checkpoint, folder, **options, **case)
+        assert tree.trainer.accelerator.is_fsdp2
+        assert all(isinstance(p, DTensor) for p in tree.trainer.model.parameters())
+        compare(f"FSDP2, {name}", tree, stock, other)
+
+
+def force_fsdp_on_cpu() -> None:
+    """Accelerate 1.15 ignores FSDP on the CPU; the states that it sets on a GPU are set here."""
+    given = AcceleratorState.__init__
+
+    def patched(self, *args, **kwargs):
+        given(self, *args, **kwargs)
+        if kwargs.get("fsdp_plugin") is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.fsdp_plugin = kwargs["fsdp_plugin"]
+
+    AcceleratorState.__init__ = patched
+
+
 def deep_tree(folder: Path) -> None:
     """5,000 trajectories that nest 5,000 deep and 5,000 short ones, half of them on each rank."""
     PartialState(cpu=True)
@@ -219,6 +271,8 @@ def assert_equal_on_ranks(name: str, tensors: dict[str, torch.Tensor]) -> None:
 
 
 if __name__ == "__main__":
-    {f.__name__: f for f in (equals_stock, random_plans, deep_tree, one_rank_fails)}[sys.argv[1]](Path(sys.argv[2]))
+    {f.__name__: f for f in (equals_stock, random_plans, sharded, deep_tree, one_rank_fails)}[sys.argv[1]](
+        Path(sys.argv[2])
+    )
     torch.distributed.barrier()  # a rank that leaves while the other still communicates aborts it
     torch.distributed.destroy_process_group()

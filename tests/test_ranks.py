@@ -45,6 +45,11 @@ def test_random_plans_finish(tmp_path):
 
 
 @pytest.mark.multi
+def test_fsdp_equals_stock(tmp_path):
+    check(run_ranks("sharded", 2, tmp_path))
+
+
+@pytest.mark.multi
 def test_exchange_of_a_deep_tree(tmp_path):
     assert "ms per MB" in check(run_ranks("deep_tree", 2, tmp_path))
 

@@ -265,7 +265,8 @@ class _TreeForward:
         with no_autocast:
             hidden = hidden.float() if head_in_fp32 else hidden
             log_probs, entropies = self._head(hidden, batch, temperature, with_entropies)
-        router_logits = output.router_logits if with_router_logits else ()
+        # A node of their own behind all layers: hooks on outputs (FSDP) then fire before any layer runs backward.
+        router_logits = [_Alias.apply(x) for x in output.router_logits] if with_router_logits else []
         return TreeOutput(
             log_probs=hand_over(batch, -1, "log_probs", log_probs),
             entropies=None if entropies is None else hand_over(batch, -1, "entropies", entropies),
@@ -295,6 +296,18 @@ class _TreeForward:
             softcap=getattr(config, "final_logit_softcapping", None),
             with_entropy=with_entropies,
         )
+
+
+class _Alias(torch.autograd.Function):
+    """The same values in the same memory."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
 
 
 def refuse_dropout(model: PreTrainedModel) -> None:

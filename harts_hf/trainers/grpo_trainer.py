@@ -94,7 +94,8 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
         )
         # A plain GRPOConfig has none of these options: the class holds their defaults.
         self._tree_options = self.args if isinstance(self.args, TreeGRPOConfig) else TreeGRPOConfig
-        refuse_options(self, self._tree_options.sharing_windows)
+        options = self._tree_options
+        refuse_options(self, options.sharing_windows, options.exchange_trajectories)
         enable_tree_forward(self.model)
         refuse_dropout(causal_lm_of(self.model))
         if self.ref_model is not None:
@@ -133,7 +134,7 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
         log_probs = {g: torch.zeros(shape, device=device) for g, shape in step.shapes.items()}
         entropies = {g: torch.zeros(shape, device=device) for g, shape in step.shapes.items()}
         sums = []
-        for result in forward_plan(model, step.own_plan, step.trajectories, options, device):
+        for result in forward_plan(model, step.own_plan, step.trajectories, options, device, step.program):
             placed = [step.trajectories[i] for i in result.microbatch.trajectories]
             for g, placement in placements(result.batch, placed).items():
                 log_probs[g] = placement.scatter(result.output.log_probs, log_probs[g])
@@ -237,6 +238,8 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
                 total = total + self.router_aux_loss_coef * aux.sum() / self.current_gradient_accumulation_steps
             return total
 
+        if self._in_lockstep:  # a producer that scores nothing leaves parameters without a gradient on its rank alone
+            model.set_reduce_scatter_unused_params(True)
         train_plan(
             model,
             step.own_plan,
@@ -247,7 +250,8 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
             backward=self.accelerator.backward,
             defer_sync=partial(self.accelerator.no_sync, model),
             after=statistics.add,
-            needs_synced_forward=self.accelerator.num_processes > 1,
+            needs_synced_forward=self.accelerator.num_processes > 1 and not self._in_lockstep,
+            program=step.program,
         )
         step.send_home(4, state.read, state.write)
         total = self._report(model, step, state)
@@ -270,7 +274,8 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
         """One forward without graph, for what couples trajectories of different microbatches: the entropy quantile and
         the router's token fractions."""
         with torch.no_grad():
-            for result in forward_plan(model, step.own_plan, step.trajectories, options, self.accelerator.device):
+            device = self.accelerator.device
+            for result in forward_plan(model, step.own_plan, step.trajectories, options, device, step.program):
                 placed = [step.trajectories[i] for i in result.microbatch.trajectories]
                 for m, placement in placements(result.batch, placed).items():
                     state.fill(m, placement, result.output)
@@ -311,13 +316,13 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         model = self.model if model is None else model
-        if isinstance(model, PreTrainedModel):
+        if isinstance(model, PreTrainedModel) and not self.is_fsdp_enabled:
             reload_weights(model, resume_from_checkpoint)
-        else:  # PEFT loads its adapters
+        else:  # PEFT loads its adapters, FSDP its shards
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self):
-        if isinstance(self.model, PreTrainedModel):
+        if isinstance(self.model, PreTrainedModel) and not self.is_fsdp_enabled:
             assert self.state.best_model_checkpoint is not None  # else Trainer does not call this
             reload_weights(self.model, self.state.best_model_checkpoint)
         else:
@@ -328,6 +333,11 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
     @property
     def _text_config(self):
         return causal_lm_of(self.accelerator.unwrap_model(self.model)).config.get_text_config()
+
+    @property
+    def _in_lockstep(self) -> bool:
+        """Whether forwards and backwards have collectives inside, so that ranks must run the same ones."""
+        return self.accelerator.is_fsdp2 and self.accelerator.num_processes > 1
 
     def _ranks(self, alone: bool = False) -> Ranks:
         """The ranks that plan together."""
@@ -362,7 +372,7 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
             windows=options.sharing_windows,
             window_memory=self._window_memory,
         )
-        return PlannedStep(ranks, shared, plan), time.perf_counter() - plan_start
+        return PlannedStep(ranks, shared, plan, self._in_lockstep), time.perf_counter() - plan_start
 
     def _bound_windows(self) -> WindowMemory | None:
         """What a sharing window may keep alive on the device; None for no bound."""

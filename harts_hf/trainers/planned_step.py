@@ -16,6 +16,7 @@ import torch
 from harts_hf.distributed.ranks import Ranks
 from harts_hf.distributed.tensor_bytes import layout_of, num_bytes, pack, unpack
 from harts_hf.planning.plan import StepPlan
+from harts_hf.planning.program import plan_program
 
 from .micro_batches import PlacedTrajectory
 
@@ -82,10 +83,12 @@ class PlannedStep:
         ranks: who takes part; rank `r` runs the plan's replica `r`.
         shared: what [`share_trajectories`] returned, or a part of its trajectories.
         plan: of these trajectories, for as many replicas as ranks.
+        in_lockstep (`bool`): ranks meet within each forward and backward (FSDP), so all run one common program.
 
     Attributes:
         ranks, plan: as given.
         own_plan ([`StepPlan`]): what this rank runs.
+        program (tuple of [`Operation`], or `None`): in which order, with fillers; `None` for the own plan's order.
         trajectories: as given; the plans' indices count them.
         num_micro_batches (`int`): stock micro-batches of all ranks.
         own_micro_batches (`list[int]`): of this rank, by their number among all.
@@ -95,10 +98,11 @@ class PlannedStep:
         RuntimeError: ranks hold different plans.
     """
 
-    def __init__(self, ranks: Ranks, shared: SharedTrajectories, plan: StepPlan):
+    def __init__(self, ranks: Ranks, shared: SharedTrajectories, plan: StepPlan, in_lockstep: bool = False):
         self.ranks = ranks
         self.plan = plan
         self.own_plan = plan.of_replica(ranks.rank)
+        self.program = plan_program(plan, ranks.rank) if in_lockstep else None
         self.trajectories = shared.trajectories
         self.num_micro_batches = len(shared.homes)
         self._homes = shared.homes
