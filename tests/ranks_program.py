@@ -91,7 +91,12 @@ def whole_step_tokens(options: dict) -> int:
     return 2 * 2 * sum(len(p) + len(c) for p, c, _ in Rollouts(2).trajectories) // 2
 
 
-def random_plans(folder: Path) -> None:
+def random_plans_sharded(folder: Path) -> None:
+    """The same under FSDP2."""
+    random_plans(folder, fsdp=True)
+
+
+def random_plans(folder: Path, fsdp: bool = False) -> None:
     """Thirty steps, each with another plan: 0 to 3 microbatches a rank, or those of a random budget."""
     checkpoint = save_checkpoint(folder / f"checkpoint{RANK}", first_k_dense_replace=2)
     options = {
@@ -124,7 +129,10 @@ def random_plans(folder: Path) -> None:
         return StepPlan(tuple(zip(*columns, strict=True)), tree.num_tokens)
 
     grpo_trainer.plan_step = random_plan
-    tree = train(TreeGRPOTrainer, checkpoint, folder, **options)
+    if fsdp:
+        force_fsdp_on_cpu()
+    tree = train(TreeGRPOTrainer, checkpoint, folder, **options, fsdp=fsdp or None)
+    assert tree.trainer.accelerator.is_fsdp2 == fsdp
     assert any(0 in lengths for lengths in counts) and any(set(lengths) == {1, 3} for lengths in counts), counts
     compare("random plans", tree, stock, other)
 
@@ -134,7 +142,9 @@ def rows(tree: PrefixTree, members: list[int]) -> int:
 
 
 def sharded(folder: Path) -> None:
-    """FSDP2 equals the stock trainer under DDP: windows, recomputation, random plans; resumed, it goes on the same."""
+    """FSDP2 equals the stock trainer under DDP: windows, recomputation, adapters, random plans."""
+    from peft import LoraConfig
+
     checkpoint = save_checkpoint(folder / f"checkpoint{RANK}")
     options = {
         "ddp_backend": "gloo",
@@ -143,30 +153,58 @@ def sharded(folder: Path) -> None:
         "max_steps": 2,
         "learning_rate": 0.3,
         "epsilon": 0.01,
-        "loss_type": "dapo",
-        "router_aux_loss_coef": 0.1,
-        "beta": 0.1,
     }
-    stock = train(StockOnTrajectories, checkpoint, folder, **options, ddp_find_unused_parameters=True)
-    other = train(
-        StockOnTrajectories, checkpoint, folder, **options, ddp_find_unused_parameters=True, pad_to_multiple_of=64
-    )
+    losses = {
+        "auxiliary loss": {"loss_type": "dapo", "router_aux_loss_coef": 0.1, "beta": 0.1},
+        "entropies": {"loss_type": "bnpo", "top_entropy_quantile": 0.5, "entropy_coef": 0.1},
+        "adapters": {"lora": LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)},
+    }
+    stock = {}
+    for name, loss in losses.items():
+        given = {**options, **loss, "ddp_find_unused_parameters": True}
+        stock[name] = [train(StockOnTrajectories, checkpoint, folder, **given, pad_to_multiple_of=n) for n in (1, 64)]
     with pytest.raises(ValueError, match="on the CPU it ignores FSDP"):
         train(TreeGRPOTrainer, checkpoint, folder, **options, fsdp=True)
     force_fsdp_on_cpu()
     options["fsdp"] = True
     windows = {"max_tokens_per_microbatch": 60}
     cases = {
-        "one microbatch": {},
-        "windows": windows,
-        "recomputation": {"max_tokens_per_microbatch": 40, "gradient_checkpointing": True},
-        "entropies": {**windows, "top_entropy_quantile": 0.999999},
+        "one microbatch": ("auxiliary loss", {}),
+        "windows": ("auxiliary loss", windows),
+        "recomputation": ("auxiliary loss", {"max_tokens_per_microbatch": 40, "gradient_checkpointing": True}),
+        "entropies": ("entropies", windows),
+        "adapters": ("adapters", windows),
     }
-    for name, case in cases.items():
-        tree = train(TreeGRPOTrainer, checkpoint, folder, **options, **case)
+    for name, (loss, case) in cases.items():
+        tree = train(TreeGRPOTrainer, checkpoint, folder, **options, **losses[loss], **case)
         assert tree.trainer.accelerator.is_fsdp2
         assert all(isinstance(p, DTensor) for p in tree.trainer.model.parameters())
-        compare(f"FSDP2, {name}", tree, stock, other)
+        compare(f"FSDP2, {name}", tree, *stock[loss])
+
+
+def checkpoints(folder: Path) -> None:
+    """A run that resumes equals one that was not interrupted, with whole and with sharded checkpoints."""
+    checkpoint = save_checkpoint(folder / f"checkpoint{RANK}")
+    force_fsdp_on_cpu()
+    options = {
+        "ddp_backend": "gloo",
+        "trainer_options": {"train_dataset": step_wise_trajectories(num_episodes=16)},
+        "max_steps": 2,
+        "optim": "adamw_torch",
+        "max_tokens_per_microbatch": 100,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "fsdp": True,
+    }
+    for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+        output = folder / kind
+        options["fsdp_config"] = {"state_dict_type": kind}
+        whole = train(TreeGRPOTrainer, checkpoint, output, **options)
+        resumed = train(TreeGRPOTrainer, checkpoint, output, **options, resume=str(output / "checkpoint-1"))
+        assert resumed.trainer.accelerator.is_fsdp2 and len(resumed.gradients) == 1
+        for name, parameter in whole.parameters.items():
+            assert torch.equal(resumed.parameters[name], parameter), f"{kind}: {name} after resuming"
+        print(f"rank {RANK}: {kind}: resumed equal; {sorted(p.name for p in (output / 'checkpoint-1').iterdir())}")
 
 
 def force_fsdp_on_cpu() -> None:
@@ -271,8 +309,9 @@ def assert_equal_on_ranks(name: str, tensors: dict[str, torch.Tensor]) -> None:
 
 
 if __name__ == "__main__":
-    {f.__name__: f for f in (equals_stock, random_plans, sharded, deep_tree, one_rank_fails)}[sys.argv[1]](
-        Path(sys.argv[2])
-    )
+    {
+        f.__name__: f
+        for f in (equals_stock, random_plans, random_plans_sharded, sharded, checkpoints, deep_tree, one_rank_fails)
+    }[sys.argv[1]](Path(sys.argv[2]))
     torch.distributed.barrier()  # a rank that leaves while the other still communicates aborts it
     torch.distributed.destroy_process_group()

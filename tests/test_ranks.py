@@ -40,13 +40,19 @@ def test_two_ranks_equal_stock(tmp_path):
 
 
 @pytest.mark.multi
-def test_random_plans_finish(tmp_path):
-    check(run_ranks("random_plans", 2, tmp_path))
+@pytest.mark.parametrize("program", ["random_plans", "random_plans_sharded"])
+def test_random_plans_finish(program, tmp_path):
+    check(run_ranks(program, 2, tmp_path))
 
 
 @pytest.mark.multi
 def test_fsdp_equals_stock(tmp_path):
     check(run_ranks("sharded", 2, tmp_path))
+
+
+@pytest.mark.multi
+def test_fsdp_resumes(tmp_path):
+    check(run_ranks("checkpoints", 2, tmp_path))
 
 
 @pytest.mark.multi

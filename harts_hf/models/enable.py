@@ -142,7 +142,7 @@ def causal_lm_of(model) -> PreTrainedModel:
     """
     if isinstance(model, PreTrainedModel):
         return model
-    if type(model).__module__.startswith("peft."):
+    if any(kind.__module__.startswith("peft.") for kind in type(model).__mro__):  # FSDP2 derives a class of its own
         if model.active_peft_config.is_prompt_learning:
             raise UnsupportedModelError(
                 f"{model.active_peft_config.peft_type} adds virtual tokens to each sequence; a tree forward supports "
