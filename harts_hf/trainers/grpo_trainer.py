@@ -52,7 +52,7 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
 
     Raises:
         UnsupportedModelError: the model has no tree forward, or a dropout above zero.
-        ValueError, NotImplementedError: an option that a tree cannot honour (DeepSpeed, FSDP, `torch_compile`, images,
+        ValueError, NotImplementedError: an option that a tree cannot honour (DeepSpeed, `torch_compile`, images,
             a fused-backward optimizer); the message says what to do.
     """
 
