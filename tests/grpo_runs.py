@@ -117,6 +117,7 @@ def train(
     lora=None,
     eval_dataset=None,
     dtype: torch.dtype = torch.float32,
+    load=None,
     **config,
 ) -> Run:
     """Train `trainer_class` on the rollouts with SGD (Adam would turn rounding into steps) and record it."""
@@ -155,7 +156,7 @@ def train(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if quiet else "default")
         trainer = trainer_class(
-            model=AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype),
+            model=load() if load else AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype),
             args=TreeGRPOConfig(**options),
             processing_class=byte_tokenizer(),
             callbacks=[_Recorder(run)],

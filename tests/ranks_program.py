@@ -13,9 +13,11 @@ from accelerate.utils import DistributedType
 from grpo_runs import Rollouts, gradient_error, metric_errors, save_checkpoint, train
 from test_trajectories import StockOnTrajectories, step_wise_trajectories
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 from trl import GRPOTrainer
 
-from harts_hf import TreeGRPOTrainer
+from harts_hf import TreeGRPOTrainer, load_sharded
 from harts_hf.distributed.ranks import Ranks
 from harts_hf.planning.microbatches import plan_step
 from harts_hf.planning.plan import Microbatch, StepPlan
@@ -182,6 +184,46 @@ def sharded(folder: Path) -> None:
         compare(f"FSDP2, {name}", tree, *stock[loss])
 
 
+def expert_parallel(folder: Path) -> None:
+    """Models that Transformers shards at load time, experts spread over ranks, equal the stock trainer under DDP."""
+    options = {
+        "ddp_backend": "gloo",
+        "trainer_options": {"train_dataset": step_wise_trajectories(num_episodes=8)},
+        "num_iterations": 2,
+        "max_steps": 2,
+        "learning_rate": 0.3,
+        "epsilon": 0.01,
+        "loss_type": "dapo",
+        "router_aux_loss_coef": 0.1,
+    }
+    size = int(os.environ["WORLD_SIZE"])
+    checkpoint = save_checkpoint(folder / f"checkpoint{RANK}")
+    given = {**options, "ddp_find_unused_parameters": True}
+    stock = [train(StockOnTrajectories, checkpoint, folder, **given, pad_to_multiple_of=n) for n in (1, 64)]
+    cases = {
+        "fsdp": {"max_tokens_per_microbatch": 60},
+        "fsdp, ep": {"max_tokens_per_microbatch": 60},
+        "fsdp, ep, recomputation": {"max_tokens_per_microbatch": 40, "gradient_checkpointing": True},
+    }
+    config = DistributedConfig(fsdp_size=size)
+    with pytest.raises(NotImplementedError, match="load_sharded"):
+        options_of_model = {"distributed_config": config, "dtype": torch.float32}
+        train(
+            TreeGRPOTrainer,
+            checkpoint,
+            folder,
+            **options,
+            load=lambda: AutoModelForCausalLM.from_pretrained(checkpoint, **options_of_model),
+        )
+    for name, case in cases.items():
+        sizes = {"fsdp_size": size, "ep_size": 2 if "ep" in name else 1}
+        tree = train(
+            TreeGRPOTrainer, checkpoint, folder, **options, **case, load=lambda s=sizes: load_sharded(checkpoint, **s)
+        )
+        assert all(isinstance(p, DTensor) for p in tree.trainer.model.parameters())
+        compare(f"{name} {sizes}", tree, *stock)
+
+
 def checkpoints(folder: Path) -> None:
     """A run that resumes equals one that was not interrupted, with whole and with sharded checkpoints."""
     checkpoint = save_checkpoint(folder / f"checkpoint{RANK}")
@@ -311,7 +353,16 @@ def assert_equal_on_ranks(name: str, tensors: dict[str, torch.Tensor]) -> None:
 if __name__ == "__main__":
     {
         f.__name__: f
-        for f in (equals_stock, random_plans, random_plans_sharded, sharded, checkpoints, deep_tree, one_rank_fails)
+        for f in (
+            equals_stock,
+            random_plans,
+            random_plans_sharded,
+            sharded,
+            expert_parallel,
+            checkpoints,
+            deep_tree,
+            one_rank_fails,
+        )
     }[sys.argv[1]](Path(sys.argv[2]))
     torch.distributed.barrier()  # a rank that leaves while the other still communicates aborts it
     torch.distributed.destroy_process_group()

@@ -248,7 +248,10 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
             device,
             loss=loss,
             backward=self.accelerator.backward,
-            defer_sync=partial(self.accelerator.no_sync, model),
+            # Accelerate did not wrap a model that Transformers sharded, so its `no_sync` does nothing.
+            defer_sync=self._defer_fsdp_gradient_reduction
+            if self.is_distributed_loading_by_transformers
+            else partial(self.accelerator.no_sync, model),
             after=statistics.add,
             needs_synced_forward=self.accelerator.num_processes > 1 and not self._in_lockstep,
             program=step.program,
@@ -337,7 +340,8 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
     @property
     def _in_lockstep(self) -> bool:
         """Whether forwards and backwards have collectives inside, so that ranks must run the same ones."""
-        return self.accelerator.is_fsdp2 and self.accelerator.num_processes > 1
+        is_sharded = self.accelerator.is_fsdp2 or self.is_distributed_loading_by_transformers
+        return is_sharded and self.accelerator.num_processes > 1
 
     def _ranks(self, alone: bool = False) -> Ranks:
         """The ranks that plan together."""

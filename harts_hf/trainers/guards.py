@@ -3,8 +3,13 @@
 from typing import Any
 
 from accelerate.utils import DistributedType
+from transformers import PreTrainedModel
+from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.training_args import OptimizerNames
 from trl.trainer.grpo_trainer import GRPOTrainer
+
+from harts_hf.models.enable import causal_lm_of
+from harts_hf.models.sharded import needs_order
 
 MULTIMODAL_INPUTS = ("pixel_values", "image_grid_thw", "num_images", "image_sizes", "num_tiles")
 
@@ -88,11 +93,8 @@ def _refuse_parallelism(trainer: GRPOTrainer, exchange_trajectories: bool) -> No
             "(accelerate launch)."
         )
     if trainer.is_distributed_loading_by_transformers:
-        raise NotImplementedError(
-            "the model was sharded while it was loaded (distributed_config, tp_plan), which TreeGRPOTrainer does not "
-            "run, and which Transformers 5.24 loads with permuted convolution weights for bailing_hybrid and "
-            "kimi_linear. Load it whole, and shard it with FSDP2 (accelerate launch, fsdp_version: 2)."
-        )
+        _refuse_sharded_model(causal_lm_of(trainer.model), exchange_trajectories)
+        return
     parallelism = accelerator.parallelism_config
     if parallelism is not None and (parallelism.tp_size > 1 or parallelism.cp_size > 1 or parallelism.sp_size > 1):
         raise NotImplementedError(
@@ -113,6 +115,26 @@ def _refuse_parallelism(trainer: GRPOTrainer, exchange_trajectories: bool) -> No
             "fsdp_config's activation_checkpointing wraps the layers, which hides them from sharing windows. Set it "
             "to False, and gradient_checkpointing=True."
         )
+    _refuse_local_plans(exchange_trajectories)
+
+
+def _refuse_sharded_model(model: PreTrainedModel, exchange_trajectories: bool) -> None:
+    """Raise for ways of sharding a model at load time that a planned step does not run in."""
+    config = model.config.distributed_config
+    if not is_fsdp_managed_module(model) or (config.tp_size or 1) > 1 or (config.pp_size or 1) > 1:
+        raise NotImplementedError(
+            "of models that are sharded while they are loaded, only those with data parallel ranks are supported, and "
+            f"distributed_config is {config}. Set fsdp_size (and ep_size), and neither tp_size nor pp_size."
+        )
+    if needs_order(model):
+        raise NotImplementedError(
+            f"Transformers shards the convolutions of {model.config.model_type} in a wrong order without a word. Load "
+            "the model with harts_hf.load_sharded, which puts them right."
+        )
+    _refuse_local_plans(exchange_trajectories)
+
+
+def _refuse_local_plans(exchange_trajectories: bool) -> None:
     if not exchange_trajectories:
         raise ValueError(
             "exchange_trajectories=False lets each process run its own number of microbatches, and FSDP needs the "
