@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from grpo_runs import Rollouts, gradient_error, metric_errors, save_checkpoint, train
 from test_trajectories import StockOnTrajectories, step_wise_trajectories
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -49,7 +51,7 @@ def equals_stock(folder: Path) -> None:
     lora = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
     online = {**DDP, "per_device_train_batch_size": 4, "rollouts": Rollouts(2)}
     cases = {
-        "windows, auxiliary loss": (on_data, aux, windows),
+        "windows, auxiliary loss": (on_data, {**aux, **evaluation()}, windows),
         "one microbatch": (on_data, {"loss_type": "cispo"}, {}),
         "recomputation, entropies": (
             on_data,
@@ -86,6 +88,12 @@ def equals_stock(folder: Path) -> None:
     assert torch.equal(moved.sum(1), stayed.sum(1)) and (moved - stayed).abs().max() <= 0.01 * moved.sum(1).max()
 
 
+def evaluation() -> dict:
+    """Options that evaluate after each step, on a number of trajectories that the ranks do not divide evenly."""
+    data = step_wise_trajectories(num_episodes=5, seed=3)
+    return {"eval_dataset": data, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+
+
 def whole_step_tokens(options: dict) -> int:
     """Tokens of the trajectories of one optimizer step of both ranks."""
     if "trainer_options" in options:  # one block of the dataset: 2 ranks, 2 micro-steps of 4
@@ -93,14 +101,14 @@ def whole_step_tokens(options: dict) -> int:
     return 2 * 2 * sum(len(p) + len(c) for p, c, _ in Rollouts(2).trajectories) // 2
 
 
-def random_plans_sharded(folder: Path) -> None:
-    """The same under FSDP2."""
-    random_plans(folder, fsdp=True)
+def random_plans_experts(folder: Path) -> None:
+    """Thirty steps with experts spread over the ranks, whose all-to-alls have to meet in every layer."""
+    random_plans(folder, experts=True)
 
 
-def random_plans(folder: Path, fsdp: bool = False) -> None:
+def random_plans(folder: Path, experts: bool = False) -> None:
     """Thirty steps, each with another plan: 0 to 3 microbatches a rank, or those of a random budget."""
-    checkpoint = save_checkpoint(folder / f"checkpoint{RANK}", first_k_dense_replace=2)
+    checkpoint = save_checkpoint(folder / f"checkpoint{RANK}", first_k_dense_replace=1 if experts else 2)
     options = {
         **DDP,
         "trainer_options": {"train_dataset": step_wise_trajectories(num_episodes=16)},
@@ -131,10 +139,9 @@ def random_plans(folder: Path, fsdp: bool = False) -> None:
         return StepPlan(tuple(zip(*columns, strict=True)), tree.num_tokens)
 
     grpo_trainer.plan_step = random_plan
-    if fsdp:
-        force_fsdp_on_cpu()
-    tree = train(TreeGRPOTrainer, checkpoint, folder, **options, fsdp=fsdp or None)
-    assert tree.trainer.accelerator.is_fsdp2 == fsdp
+    load = partial(load_sharded, checkpoint, fsdp_size=2, ep_size=2) if experts else None
+    tree = train(TreeGRPOTrainer, checkpoint, folder, **options, load=load)
+    assert isinstance(next(tree.trainer.model.parameters()), DTensor) == experts
     assert any(0 in lengths for lengths in counts) and any(set(lengths) == {1, 3} for lengths in counts), counts
     compare("random plans", tree, stock, other)
 
@@ -186,17 +193,18 @@ def sharded(folder: Path) -> None:
 
 def expert_parallel(folder: Path) -> None:
     """Models that Transformers shards at load time, experts spread over ranks, equal the stock trainer under DDP."""
+    size = int(os.environ["WORLD_SIZE"])
     options = {
         "ddp_backend": "gloo",
-        "trainer_options": {"train_dataset": step_wise_trajectories(num_episodes=8)},
+        "trainer_options": {"train_dataset": step_wise_trajectories(num_episodes=4 * size)},
         "num_iterations": 2,
         "max_steps": 2,
         "learning_rate": 0.3,
         "epsilon": 0.01,
         "loss_type": "dapo",
         "router_aux_loss_coef": 0.1,
+        **evaluation(),
     }
-    size = int(os.environ["WORLD_SIZE"])
     checkpoint = save_checkpoint(folder / f"checkpoint{RANK}")
     given = {**options, "ddp_find_unused_parameters": True}
     stock = [train(StockOnTrajectories, checkpoint, folder, **given, pad_to_multiple_of=n) for n in (1, 64)]
@@ -207,46 +215,89 @@ def expert_parallel(folder: Path) -> None:
     }
     config = DistributedConfig(fsdp_size=size)
     with pytest.raises(NotImplementedError, match="load_sharded"):
-        options_of_model = {"distributed_config": config, "dtype": torch.float32}
         train(
             TreeGRPOTrainer,
             checkpoint,
             folder,
             **options,
-            load=lambda: AutoModelForCausalLM.from_pretrained(checkpoint, **options_of_model),
+            load=partial(AutoModelForCausalLM.from_pretrained, checkpoint, distributed_config=config),
         )
     for name, case in cases.items():
         sizes = {"fsdp_size": size, "ep_size": 2 if "ep" in name else 1}
         tree = train(
-            TreeGRPOTrainer, checkpoint, folder, **options, **case, load=lambda s=sizes: load_sharded(checkpoint, **s)
+            TreeGRPOTrainer, checkpoint, folder, **options, **case, load=partial(load_sharded, checkpoint, **sizes)
         )
-        assert all(isinstance(p, DTensor) for p in tree.trainer.model.parameters())
+        assert isinstance(tree.trainer.model, FSDPModule)
         compare(f"{name} {sizes}", tree, *stock)
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    tree = train(
+        TreeGRPOTrainer, checkpoint, folder, **options, **saving, load=partial(load_sharded, checkpoint, **sizes)
+    )
+    exported = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-2", dtype=torch.float32)
+    for name, parameter in exported.named_parameters():
+        assert torch.equal(parameter, tree.parameters[name]), f"{name} differs in the checkpoint"
+    with pytest.raises(NotImplementedError, match="load_sharded"):
+        train(
+            TreeGRPOTrainer,
+            checkpoint,
+            folder,
+            **options,
+            resume=str(folder / "checkpoint-2"),
+            load=partial(load_sharded, checkpoint, **sizes),
+        )
 
 
 def checkpoints(folder: Path) -> None:
-    """A run that resumes equals one that was not interrupted, with whole and with sharded checkpoints."""
-    checkpoint = save_checkpoint(folder / f"checkpoint{RANK}")
-    force_fsdp_on_cpu()
-    options = {
-        "ddp_backend": "gloo",
-        "trainer_options": {"train_dataset": step_wise_trajectories(num_episodes=16)},
-        "max_steps": 2,
-        "optim": "adamw_torch",
-        "max_tokens_per_microbatch": 100,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "fsdp": True,
-    }
-    for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
-        output = folder / kind
-        options["fsdp_config"] = {"state_dict_type": kind}
-        whole = train(TreeGRPOTrainer, checkpoint, output, **options)
-        resumed = train(TreeGRPOTrainer, checkpoint, output, **options, resume=str(output / "checkpoint-1"))
+    """Under FSDP2 a run that resumes equals one that was not interrupted, with whole and with sharded checkpoints."""
+    for kind, options in checkpoint_runs(folder):
+        whole = train(TreeGRPOTrainer, **options)
+        resumed = train(TreeGRPOTrainer, **options, resume=str(folder / kind / "checkpoint-1"))
         assert resumed.trainer.accelerator.is_fsdp2 and len(resumed.gradients) == 1
         for name, parameter in whole.parameters.items():
             assert torch.equal(resumed.parameters[name], parameter), f"{kind}: {name} after resuming"
-        print(f"rank {RANK}: {kind}: resumed equal; {sorted(p.name for p in (output / 'checkpoint-1').iterdir())}")
+        if RANK == 0:
+            torch.save(whole.parameters, folder / f"{kind}.pt")
+
+
+def resume_on_other_ranks(folder: Path) -> None:
+    """What `checkpoints` saved goes on with another number of ranks."""
+    start = torch.load(folder / "start.pt")
+    for kind, options in checkpoint_runs(folder):
+        expected = torch.load(folder / f"{kind}.pt")
+        resumed = train(TreeGRPOTrainer, **options, resume=str(folder / kind / "checkpoint-1"))
+        assert len(resumed.gradients) == 1
+        for name, parameter in expected.items():
+            error, moved = (resumed.parameters[name] - parameter).norm(), (parameter - start[name]).norm()
+            assert error <= 1e-4 * moved, f"{kind}: {name} differs by {error:.1e}, moved by {moved:.1e}"
+
+
+def checkpoint_runs(folder: Path):
+    """Kind of checkpoint, and options of a run of two steps over 16 trajectories each on any number of ranks."""
+    checkpoint = save_checkpoint(folder / f"checkpoint{RANK}")
+    if RANK == 0:
+        torch.save(
+            AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict(), folder / "start.pt"
+        )
+    force_fsdp_on_cpu()
+    for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+        yield (
+            kind,
+            {
+                "checkpoint": checkpoint,
+                "output_dir": folder / kind,
+                "ddp_backend": "gloo",
+                "trainer_options": {"train_dataset": step_wise_trajectories(num_episodes=16)},
+                "per_device_train_batch_size": 8 // int(os.environ["WORLD_SIZE"]),
+                "max_steps": 2,
+                "optim": "adamw_torch",
+                "adam_epsilon": 1e-3,  # else rounding of near-zero gradients becomes steps of full size
+                "max_tokens_per_microbatch": 100,
+                "save_strategy": "steps",
+                "save_steps": 1,
+                "fsdp": True,
+                "fsdp_config": {"state_dict_type": kind},
+            },
+        )
 
 
 def force_fsdp_on_cpu() -> None:
@@ -356,10 +407,11 @@ if __name__ == "__main__":
         for f in (
             equals_stock,
             random_plans,
-            random_plans_sharded,
+            random_plans_experts,
             sharded,
             expert_parallel,
             checkpoints,
+            resume_on_other_ranks,
             deep_tree,
             one_rank_fails,
         )

@@ -40,7 +40,7 @@ def test_two_ranks_equal_stock(tmp_path):
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("program", ["random_plans", "random_plans_sharded"])
+@pytest.mark.parametrize("program", ["random_plans", "random_plans_experts"])
 def test_random_plans_finish(program, tmp_path):
     check(run_ranks(program, 2, tmp_path))
 
@@ -51,8 +51,14 @@ def test_fsdp_equals_stock(tmp_path):
 
 
 @pytest.mark.multi
+def test_expert_parallel_equals_stock(tmp_path):
+    check(run_ranks("expert_parallel", 2, tmp_path))
+
+
+@pytest.mark.multi
 def test_fsdp_resumes(tmp_path):
     check(run_ranks("checkpoints", 2, tmp_path))
+    check(run_ranks("resume_on_other_ranks", 4, tmp_path))
 
 
 @pytest.mark.multi

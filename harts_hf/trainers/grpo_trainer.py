@@ -319,17 +319,26 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         model = self.model if model is None else model
-        if isinstance(model, PreTrainedModel) and not self.is_fsdp_enabled:
-            reload_weights(model, resume_from_checkpoint)
-        else:  # PEFT loads its adapters, FSDP its shards
+        if not self._reloads_whole(model):  # PEFT loads its adapters, FSDP its shards
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            reload_weights(model, resume_from_checkpoint)
 
     def _load_best_model(self):
-        if isinstance(self.model, PreTrainedModel) and not self.is_fsdp_enabled:
+        if not self._reloads_whole(self.model):
+            super()._load_best_model()
+        else:
             assert self.state.best_model_checkpoint is not None  # else Trainer does not call this
             reload_weights(self.model, self.state.best_model_checkpoint)
-        else:
-            super()._load_best_model()
+
+    def _reloads_whole(self, model) -> bool:
+        """Whether a checkpoint's weights are put into the model here, all of them on each process."""
+        if self.is_distributed_loading_by_transformers:
+            raise NotImplementedError(
+                "a model that was sharded while it was loaded cannot take a checkpoint's weights: give the checkpoint "
+                "to load_sharded, and leave resume_from_checkpoint and load_best_model_at_end out"
+            )
+        return isinstance(model, PreTrainedModel) and not self.is_fsdp_enabled
 
     # ---- pieces
 
