@@ -277,7 +277,7 @@ class _TreeForward:
     def _head(self, hidden: torch.Tensor, batch: CompactBatch, temperature: float, with_entropies: bool):
         """Log-probs and entropies of the scored tokens from the hidden states `[P, D]` that predict them."""
         head = self.model.get_output_embeddings()
-        if type(head).__module__.startswith("peft.tuners"):
+        if any(kind.__module__.startswith("peft.tuners") for kind in type(head).__mro__):
             raise UnsupportedModelError(
                 "an adapter on the output head is not supported: log-probs come from its weight, which the adapter "
                 "does not change. Leave lm_head (and tied embeddings) out of target_modules, or use modules_to_save."
