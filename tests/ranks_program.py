@@ -229,6 +229,10 @@ def expert_parallel(folder: Path) -> None:
         )
         assert isinstance(tree.trainer.model, FSDPModule)
         compare(f"{name} {sizes}", tree, *stock)
+        loads = tree.trainer.accelerator.reduce(tree.trainer.expert_loads)  # [L, E]
+        top_k = tree.trainer.model.config.num_experts_per_tok
+        expected = [top_k * log["tree/expanded_tokens"] for log in tree.logs if "loss" in log][-1]
+        assert (loads.sum(1) == expected).all()
     saving = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
     tree = train(
         TreeGRPOTrainer, checkpoint, folder, **options, **saving, load=partial(load_sharded, checkpoint, **sizes)

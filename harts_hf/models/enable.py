@@ -283,7 +283,13 @@ class _TreeForward:
                 "does not change. Leave lm_head (and tied embeddings) out of target_modules, or use modules_to_save."
             )
         weight, bias = head.weight, head.bias
-        if isinstance(weight, DTensor):  # sharded by FSDP2: gathered once
+        if isinstance(weight, DTensor):  # a unit of its own in FSDP2, whose hooks do not run here
+            if torch.is_grad_enabled() and weight.requires_grad:
+                raise UnsupportedModelError(
+                    "the output head is sharded apart from what stands before it, so its gradient would miss other "
+                    "ranks: shard it in one unit with the final norm, as Accelerate and Transformers do, or leave it "
+                    "to the root"
+                )
             weight = weight.full_tensor()
             bias = None if bias is None else bias.full_tensor()
         config = self.model.config.get_text_config()

@@ -37,7 +37,8 @@ class TreeGRPOConfig(GRPOConfig):
             With several processes: plan the trajectories of all of them as one step, so that work is even and
             prefixes are shared across processes. Token ids go to every process; the padded tensors of TRL's
             micro-batches go to the processes that run a part of them, and log-probs come back. `False`: each process
-            plans and runs its own trajectories, and nothing moves. The result does not depend on it beyond rounding.
+            plans and runs its own trajectories, and nothing moves; not with FSDP. The result does not depend on it
+            beyond rounding.
 
     Raises:
         ValueError: `max_tokens_per_microbatch` is below 1, `max_window_gib` is no size or set without
