@@ -140,6 +140,18 @@ def test_autocast_sets_the_projection_dtype_as_in_trl(head_dtype):
     torch.testing.assert_close(actual, baseline, rtol=0, atol=4e-6)  # fp32 rounding of log-probs of about 5
 
 
+def test_autocast_around_the_backward_changes_nothing():
+    inputs, targets = make_inputs(dtype=torch.float32)
+    gradients = []
+    for enabled in (False, True):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        loss = sum(tiled(*leaves, targets)).sum()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            gradients.append(torch.autograd.grad(loss, leaves))
+    for name, expected, actual in zip(NAMES[2:], *gradients, strict=True):
+        assert torch.equal(actual, expected), name
+
+
 def test_large_logits_stay_finite():
     inputs, targets = make_inputs(dtype=torch.float32)
     inputs[0] *= 1e4

@@ -192,7 +192,7 @@ def test_rows_behind_a_given_prefix(implementation, prefix_rows):
         assert error(actual, expected.double()) < 1e-2, name  # bf16: 2 ** -8 a rounding; a dropped prefix gives 1
 
 
-@pytest.mark.parametrize("implementation", BACKENDS)
+@pytest.mark.parametrize("implementation", TILED)
 def test_a_wrong_tree_is_caught(implementation):
     """Negative control: causal attention over the rows."""
     setting = Setting(TREES["two-level"], MLA)

@@ -19,7 +19,7 @@ def spread_rows(x: torch.Tensor, order: torch.Tensor, places: torch.Tensor) -> t
         places: `[C, k]`, int64: the sorted row of each pair, the inverse of `order`.
 
     Returns:
-        `[S, D]`; the gradient of `x` is summed in fp32 (fp64 for fp64) and rounded once.
+        `[S, D]`; the gradient of `x` is summed in fp32 (fp64 for fp64 on the CPU) and rounded once.
     """
     return _SpreadRows.apply(x, order, places)
 
@@ -32,7 +32,7 @@ def add_choices(rows: torch.Tensor, order: torch.Tensor, places: torch.Tensor) -
         order, places: as for `spread_rows`.
 
     Returns:
-        `[C, D]`, summed in fp32 (fp64 for fp64) and rounded once to `rows`' dtype.
+        `[C, D]`, summed in fp32 (fp64 for fp64 on the CPU) and rounded once to `rows`' dtype.
     """
     return _AddChoices.apply(rows, order, places)
 
@@ -45,7 +45,8 @@ def weighted_swiglu(gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tenso
         weights: `[S]`, fp32 (fp64 for fp64 `gate_up`).
 
     Returns:
-        `[S, I]` in `gate_up`'s dtype, computed in fp32 (fp64 for fp64) and rounded once. Differentiable in both.
+        `[S, I]` in `gate_up`'s dtype, computed in fp32 (fp64 for fp64 on the CPU) and rounded once. Differentiable
+        in both.
     """
     return _WeightedSwiglu.apply(gate_up, weights)
 

@@ -6,7 +6,7 @@ import triton.language as tl
 
 
 def forward(gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """See `expert_rows.weighted_swiglu`; contiguous, CUDA."""
+    """`[S, I]` of `gate_up` `[S, 2 I]` and `weights` `[S]`, contiguous, CUDA: see `expert_rows.weighted_swiglu`."""
     width = gate_up.shape[1] // 2
     output = gate_up.new_empty(len(gate_up), width)
     if output.numel():
@@ -17,7 +17,7 @@ def forward(gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def backward(gate_up: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `gate_up` and of `weights` from that of the output, `[S, I]`."""
+    """Gradients of `gate_up`, `[S, 2 I]`, and of `weights`, `[S]`, from `grad`, that of the output, `[S, I]`."""
     width = gate_up.shape[1] // 2
     grad_gate_up, grad_weights = torch.empty_like(gate_up), torch.zeros_like(weights)
     if grad.numel():

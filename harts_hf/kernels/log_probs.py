@@ -180,7 +180,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 if need_hidden:
                     _add_product(grad_hidden[rows], grad, weight_tile)
                 if need_weight and one_product:
-                    grad_weight[entries] = grad.t() @ hidden_rows
+                    torch.mm(grad.t(), hidden_rows, out=grad_weight[entries])  # `@` would follow autocast
                 elif need_weight:
                     _add_product(grad_weight_tile, grad.t(), hidden_rows)
                 if need_bias:

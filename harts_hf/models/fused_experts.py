@@ -28,7 +28,7 @@ def fused_experts_forward(
     Args:
         self: a module decorated with `use_experts_implementation`: `gate_up_proj` `[E, 2 I, D]`, `down_proj`
             `[E, D, I]`, or both transposed with `is_transposed`.
-        hidden_states: `[C, D]`.
+        hidden_states: `[C, D]`, bf16, fp16 or fp32: torch's grouped products raise for fp64.
         top_k_index: `[C, k]`, int64, an expert of each choice.
         top_k_weights: `[C, k]`, their weights.
 

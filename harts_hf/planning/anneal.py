@@ -44,18 +44,18 @@ def anneal(
     left = unit_steps = min(unit_steps, STEPS_PER_SEAT * len(draft.units) * len(draft.bins))
     while left > 0:
         left -= search.step(hottest * (left / unit_steps) ** 2) + STEP_OVERHEAD
-    _set(draft, search.best)
+    _set(draft.bins, search.best)
     after = draft.objectives()
     if [after[k] for k in objective] > [before[k] for k in objective]:
-        _set(draft, start)
+        _set(draft.bins, start)
 
 
-def _state(draft: Draft) -> list[_Held]:
-    return [(b.members, b.window, b.produces, b.rows, b.work) for b in draft.bins]
+def _state(bins: list[Bin]) -> list[_Held]:
+    return [(b.members, b.window, b.produces, b.rows, b.work) for b in bins]
 
 
-def _set(draft: Draft, state: list[_Held]) -> None:
-    for b, held in zip(draft.bins, state, strict=True):
+def _set(bins: list[Bin], state: list[_Held]) -> None:
+    for b, held in zip(bins, state, strict=True):
         b.members, b.window, b.produces, b.rows, b.work = held
 
 
@@ -67,7 +67,7 @@ class _Annealing(Seating):
         super().__init__(draft)
         total, critical, _ = draft.objectives()
         self.value = self.best_value = (critical, total)
-        self.best = _state(draft)
+        self.best = _state(draft.bins)
 
     def step(self, temperature: float) -> int:
         """Try one change; returns the number of units charged."""
@@ -125,7 +125,8 @@ class _Annealing(Seating):
         """Charge bins as they would be, and take the change or not."""
         draft = self.draft
         charged = 0
-        before = [(b.members, b.window, b.produces, b.rows, b.work) for b, *_ in seats]
+        bins = [b for b, *_ in seats]
+        before = _state(bins)
         fits = True
         for b, members, window, produces in seats:
             charged += len(members)
@@ -135,9 +136,9 @@ class _Annealing(Seating):
                 fits = False
                 break
         if fits:
-            heaviest = {s: max([c.work for c in self.slots[s]]) for s in dict.fromkeys([b.slot for b, *_ in seats])}
+            heaviest = {s: max([c.work for c in self.slots[s]]) for s in dict.fromkeys([b.slot for b in bins])}
             critical = sum([work - self.heaviest[s] for s, work in heaviest.items()])
-            total = sum([b.work for b, *_ in seats]) - sum([held[4] for held in before])
+            total = sum([b.work for b in bins]) - sum([held[4] for held in before])
             growth = critical + TOTAL_SHARE * total / draft.num_replicas
             if growth <= 0 or (temperature > 0 and self.random.random() < exp(-growth / temperature)):
                 for b, members, *_ in seats:
@@ -147,9 +148,8 @@ class _Annealing(Seating):
                     self.heaviest[s] = work
                 self.value = (self.value[0] + critical, self.value[1] + total)
                 if self.value < self.best_value:
-                    self.best_value, self.best = self.value, _state(draft)
+                    self.best_value, self.best = self.value, _state(draft.bins)
                     charged += len(self.best)
                 return charged
-        for (b, *_), held in zip(seats, before, strict=True):
-            b.members, b.window, b.produces, b.rows, b.work = held
+        _set(bins, before)
         return charged
