@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, HfArgumentParser, TrainerCallback
 from tree_picture import draw_tree
 from trl import GRPOTrainer
 
-from harts_hf import TreeGRPOConfig, TreeGRPOTrainer
+from harts_hf import TreeGRPOConfig, TreeGRPOTrainer, load_sharded
 from harts_hf.trainers.trajectories import TrajectoryDatasetMixin
 
 # Defaults of the run without a model name: three steps of 16 rollouts (4 tasks), in a few minutes on two CPU cores.
@@ -68,6 +68,13 @@ class ExampleArguments:
         default=False, metadata={"help": "Keep the tools' schemas in the bundled rollouts: 2,500 tokens a chat."}
     )
     lora: bool = field(default=False, metadata={"help": "Train LoRA adapters of rank 16 on all linear layers."})
+    ep_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Shard the model over all processes while it is loaded, its experts over so many of them; needs "
+            "`--save-only-model` or `--save-strategy no`."
+        },
+    )
     compare_stock: bool | None = field(
         default=None,
         metadata={"help": "Take the same steps with the stock GRPOTrainer too. By default with the small model only."},
@@ -132,8 +139,11 @@ def main() -> None:
         if PartialState().is_main_process:
             print(f"\n{trainer_class.__name__}")
         timer = StepTimer()
+        model = checkpoint
+        if example.ep_size is not None:
+            model = load_sharded(checkpoint, fsdp_size=PartialState().num_processes, ep_size=example.ep_size)
         trainer = trainer_class(
-            model=checkpoint,
+            model=model,
             args=copy.copy(config),
             train_dataset=dataset,
             processing_class=tokenizer,
@@ -167,14 +177,17 @@ def parse_arguments() -> tuple[ExampleArguments, TreeGRPOConfig]:
 def print_table(config: TreeGRPOConfig, tree: Run, stock: Run | None) -> None:
     """Work and time of an optimizer step, and the loss and gradient norm of each step."""
     tokens = tree.mean("tree/expanded_tokens")
-    trajectories = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    # Processes that plan a step together log what all of them did, the others what the first did.
+    processes = PartialState().num_processes if config.exchange_trajectories else 1
+    micro_batches = config.gradient_accumulation_steps * processes
+    trajectories = config.per_device_train_batch_size * micro_batches
     counts = [
-        ("per step and process", "tree", "stock"),
+        ("per step" if processes > 1 else "per step and process", "tree", "stock"),
         ("trajectories", trajectories, trajectories),
         ("expanded tokens", tokens, tokens),
         ("tokens computed", tree.mean("tree/rows"), tokens),
         ("compression", f"{tree.mean('tree/compression'):.2f}x", "1.00x"),
-        ("microbatches", tree.mean("tree/microbatches"), config.gradient_accumulation_steps),
+        ("microbatches", tree.mean("tree/microbatches"), micro_batches),
         ("linear-attention rounds", tree.mean("tree/rounds"), "-"),
         ("replayed tokens", tree.mean("tree/replay_tokens"), "-"),
         (

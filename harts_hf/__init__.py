@@ -16,6 +16,7 @@ _MODULE_OF = {
     "UnsupportedModelError": "models.enable",
     "enable_tree_forward": "models.enable",
     "disable_tree_forward": "models.enable",
+    "load_sharded": "models.sharded",
     "tree_logprobs": "forward",
     "ExpertBiasCallback": "trainers.expert_bias",
     "TreeGRPOConfig": "trainers.grpo_config",
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .batch import DataCollatorWithPrefixTree
     from .forward import tree_logprobs
     from .models.enable import UnsupportedModelError, disable_tree_forward, enable_tree_forward
+    from .models.sharded import load_sharded
     from .planning.microbatches import plan_step
     from .planning.rounds import plan_rounds
     from .trainers.expert_bias import ExpertBiasCallback
@@ -42,6 +44,7 @@ __all__ = [
     "UnsupportedModelError",
     "disable_tree_forward",
     "enable_tree_forward",
+    "load_sharded",
     "plan_rounds",
     "plan_step",
     "tree_logprobs",

@@ -5,6 +5,8 @@ leaves; the producer runs backward after its last consumer, and nothing of it is
 """
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,8 +15,9 @@ import torch
 from harts_hf.batch import CompactBatch
 from harts_hf.boundary import Boundary
 from harts_hf.models.enable import TreeOutput
+from harts_hf.planning.consumer_tree import filler_tree
 from harts_hf.planning.plan import Microbatch, StepPlan
-from harts_hf.tree import PrefixTree
+from harts_hf.planning.program import Operation, plan_program
 from harts_hf.window_batches import Trajectory, WindowBatches
 
 Context = Callable[[], contextlib.AbstractContextManager]
@@ -46,7 +49,8 @@ class MicrobatchResult:
     """One microbatch's forward, or that of a window's producer.
 
     Attributes:
-        microbatch ([`Microbatch`]): the plan's entry; for a producer one without trajectories.
+        microbatch ([`Microbatch`]): the plan's entry; for a producer, and for two rows that stand for nothing, one
+            without trajectories.
         batch ([`CompactBatch`]): its tensors; trajectory `i` of the batch is `microbatch.trajectories[i]` of the step.
         output ([`TreeOutput`]): what the model returned for them. A consumer's holds its window's prefix too.
     """
@@ -57,27 +61,37 @@ class MicrobatchResult:
 
 
 def forward_plan(
-    model, plan: StepPlan, trajectories: Sequence[Trajectory], options: ForwardOptions, device: torch.device
+    model,
+    plan: StepPlan,
+    trajectories: Sequence[Trajectory],
+    options: ForwardOptions,
+    device: torch.device,
+    program: Sequence[Operation] | None = None,
 ) -> Iterator[MicrobatchResult]:
     """Forward each microbatch of the plan's only replica, in order.
+
+    A filler's result comes too: two rows that stand for no trajectory. A plan without microbatches has one, so that a
+    replica with nothing to run makes the calls that others wait for.
 
     The caller decides about gradients. A result and its graph live as long as the caller keeps the result; results of
     one window share the producer's graph, so one backward has to serve all of them.
 
     Args:
-        model: a causal LM with a tree forward, as is or wrapped by PEFT or DDP.
+        model: a causal LM with a tree forward, as is or wrapped by PEFT, DDP or FSDP2.
         plan: a plan for one replica, of indices into `trajectories`.
         trajectories: the step's trajectories.
         options: how the model is called.
         device: where the model's inputs live.
+        program: in which order, and with which fillers; by default the plan's own order without any.
     """
     run = _PlanRun(model, plan, trajectories, options, device, is_detached=False)
-    for slot, microbatch in enumerate(plan.microbatches):
-        for window in run.windows_to_open(microbatch):
-            run.produce(window)
-        yield run.forward(microbatch)  # no name here keeps it alive
-        for window in run.windows_to_close(microbatch, slot):
-            boundary = run.boundaries.pop(window)
+    for operation in plan_program(plan) if program is None else program:
+        if operation.kind == "produce":
+            run.produce(operation.index)
+        elif operation.kind == "microbatch":
+            yield run.forward(operation.index)  # no name here keeps it alive
+        elif operation.index is not None:
+            boundary = run.boundaries.pop(operation.index)
             if not torch.is_grad_enabled():  # else a recomputation of its consumers reads it again
                 boundary.free()
 
@@ -94,6 +108,7 @@ def train_plan(
     defer_sync: Context,
     after: Callable[[MicrobatchResult], None],
     needs_synced_forward: bool = False,
+    program: Sequence[Operation] | None = None,
 ) -> None:
     """Forward and backward each microbatch of the plan's only replica; gradients add up in the parameters.
 
@@ -101,39 +116,56 @@ def train_plan(
 
     Args:
         model, plan, trajectories, options, device: as for [`forward_plan`].
-        loss: a microbatch's result -> the scalar whose gradient is wanted. The sum over microbatches is the step's
-            loss.
+        loss: a microbatch's result -> the scalar whose gradient is wanted; for a filler's, a 0 that is in the graph.
+            The sum over microbatches is the step's loss.
         backward: runs the backward of that scalar.
         defer_sync: context in which gradients are not synchronised between ranks; used for all backwards but the
             last.
-        after: sees each result, those of producers too, once its backward, or the producer's forward, has run.
+        after: sees each result, those of producers and fillers too, once its backward, or the producer's forward, has
+            run.
         needs_synced_forward: gradients are synchronised only in the backward of a forward that ran outside
-            `defer_sync` (DDP). A plan that ends with a producer's backward then runs one more, of weight 0.
+            `defer_sync` (DDP). A program that ends with a producer's backward then runs a filler behind it.
+        program: as for [`forward_plan`]. With one, ranks wait for each other within forwards and backwards: every
+            backward then reaches all outputs of its forward, with a gradient of 0 if need be, so that the hooks of
+            FSDP fire alike on all ranks.
     """
     run = _PlanRun(model, plan, trajectories, options, device, is_detached=True)
-    last = len(plan.microbatches) - 1
+    operations = plan_program(plan) if program is None else tuple(program)
+    if needs_synced_forward and operations[-1].kind == "hand_back":
+        operations += (Operation("microbatch", None),)
+    anchors: dict[int, torch.Tensor] = {}  # lane -> a 0 in the graph of the producer's outputs
     try:
-        for slot, microbatch in enumerate(plan.microbatches):
-            is_last = slot == last and microbatch.window is None
-            with contextlib.nullcontext() if is_last else defer_sync():
-                for window in run.windows_to_open(microbatch):
-                    after(run.produce(window))
-                result = run.forward(microbatch)
-                backward(loss(result))
-            after(result)
-            del result
-            to_close = run.windows_to_close(microbatch, slot)
-            for window in to_close:
-                ends_plan = slot == last and window == to_close[-1] and not needs_synced_forward
-                with contextlib.nullcontext() if ends_plan else defer_sync():
-                    handed_back = run.boundaries.pop(window).hand_back()
-                    if handed_back is not None:
-                        backward(handed_back)
-        if needs_synced_forward and plan.microbatches[-1].window is not None:
-            backward(run.forward_nothing())
+        for place, step in enumerate(operations):
+            with contextlib.nullcontext() if place == len(operations) - 1 else defer_sync():
+                if step.kind == "produce":
+                    result = run.produce(step.index)
+                    if program is not None:
+                        anchors[step.lane] = _anchor(result.output)
+                    after(result)
+                elif step.kind == "microbatch":
+                    result = run.forward(step.index)
+                    total = loss(result)
+                    backward(total if program is None else total + _anchor(result.output))
+                    after(result)
+                    del total
+                else:
+                    result = None
+                    parts = [] if program is None else [anchors.pop(step.lane)]
+                    if step.index is not None:
+                        handed_back = run.boundaries.pop(step.index).hand_back()
+                        parts += [] if handed_back is None else [handed_back]
+                    if parts:
+                        backward(functools.reduce(operator.add, parts))
+                del result
     finally:
         for boundary in run.boundaries.values():
             boundary.free()
+
+
+def _anchor(output: TreeOutput) -> torch.Tensor:
+    """A 0 whose backward starts at every output that has a graph."""
+    tensors = [output.log_probs, output.entropies, *(output.router_logits or ())]
+    return functools.reduce(operator.add, (x[:0].sum() for x in tensors if x is not None and x.requires_grad))
 
 
 class _PlanRun:
@@ -146,24 +178,14 @@ class _PlanRun:
     def __init__(self, model, plan, trajectories, options: ForwardOptions, device: torch.device, is_detached: bool):
         self.boundaries: dict[int, Boundary] = {}
         self._model, self._plan, self._options, self._device = model, plan, options, device
+        self._microbatches = plan.microbatches
         self._batches = WindowBatches(plan, trajectories, device)
         self._is_detached = is_detached
-        self._last_use: dict[int, int] = {}  # of each window: place of its last consumer among the microbatches
-        for place, microbatch in enumerate(plan.microbatches):
-            for window in plan.windows_above(microbatch.window):
-                self._last_use[window] = place
 
-    def windows_to_open(self, microbatch: Microbatch) -> list[int]:
-        """Windows whose producers have to run before the microbatch, outermost first."""
-        return [w for w in self._plan.windows_above(microbatch.window) if w not in self.boundaries]
-
-    def windows_to_close(self, microbatch: Microbatch, place: int) -> list[int]:
-        """Windows whose last consumer the microbatch is, innermost first."""
-        path = self._plan.windows_above(microbatch.window)
-        return [w for w in reversed(path) if self._last_use[w] == place]
-
-    def produce(self, window: int) -> MicrobatchResult:
-        """Run a window's producer and keep its boundary."""
+    def produce(self, window: int | None) -> MicrobatchResult:
+        """Run a window's producer and keep its boundary; a filler for `None`."""
+        if window is None:
+            return self.forward(None)
         entry = self._plan.windows[window]
         source = None if entry.parent is None else self.boundaries[entry.parent]
         boundary = Boundary(entry.prefix_tokens, source, self._is_detached)
@@ -177,16 +199,15 @@ class _PlanRun:
         self.boundaries[window] = boundary
         return MicrobatchResult(Microbatch((), batch.num_rows, entry.parent), batch, output)
 
-    def forward(self, microbatch: Microbatch) -> MicrobatchResult:
-        """Run a microbatch from the boundary of its window, or from nothing."""
+    def forward(self, index: int | None) -> MicrobatchResult:
+        """Run a microbatch from the boundary of its window, or from nothing; a filler for `None`."""
+        if index is None:
+            batch = CompactBatch(filler_tree(), device=self._device)
+            return MicrobatchResult(Microbatch((), 0), batch, self._call(batch))
+        microbatch = self._microbatches[index]
         source = None if microbatch.window is None else self.boundaries[microbatch.window]
         batch = self._batches.of_microbatch(microbatch, source)
         return MicrobatchResult(microbatch, batch, self._call(batch))
-
-    def forward_nothing(self) -> torch.Tensor:
-        """A loss of weight 0, of one scored token."""
-        batch = CompactBatch(PrefixTree.from_sequences([[0, 0]]), device=self._device)
-        return 0.0 * self._call(batch).log_probs.sum()
 
     def _call(self, batch: CompactBatch) -> TreeOutput:
         options = self._options

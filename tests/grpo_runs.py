@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from tiny_models import VOCAB, byte_tokenizer, tiny_model
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from harts_hf import TreeGRPOConfig
@@ -89,12 +90,18 @@ def save_checkpoint(folder: Path, model_type: str = "bailing_hybrid", **override
     return str(folder)
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, gathered from all ranks if it is sharded."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
 class _Recorder(TrainerCallback):
     def __init__(self, run: Run):
         self.run = run
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        gradients = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+        gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         self.run.gradients.append(gradients)
 
 
@@ -110,6 +117,7 @@ def train(
     lora=None,
     eval_dataset=None,
     dtype: torch.dtype = torch.float32,
+    load=None,
     **config,
 ) -> Run:
     """Train `trainer_class` on the rollouts with SGD (Adam would turn rounding into steps) and record it."""
@@ -148,7 +156,7 @@ def train(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if quiet else "default")
         trainer = trainer_class(
-            model=AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype),
+            model=load() if load else AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype),
             args=TreeGRPOConfig(**options),
             processing_class=byte_tokenizer(),
             callbacks=[_Recorder(run)],
@@ -159,7 +167,7 @@ def train(
         trainer.train(resume_from_checkpoint=resume)
     run.trainer = trainer
     run.logs = trainer.state.log_history
-    run.parameters = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    run.parameters = {n: whole(p) for n, p in trainer.model.named_parameters()}
     return run
 
 

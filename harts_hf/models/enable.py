@@ -142,7 +142,7 @@ def causal_lm_of(model) -> PreTrainedModel:
     """
     if isinstance(model, PreTrainedModel):
         return model
-    if type(model).__module__.startswith("peft."):
+    if any(kind.__module__.startswith("peft.") for kind in type(model).__mro__):  # FSDP2 derives a class of its own
         if model.active_peft_config.is_prompt_learning:
             raise UnsupportedModelError(
                 f"{model.active_peft_config.peft_type} adds virtual tokens to each sequence; a tree forward supports "
@@ -265,7 +265,8 @@ class _TreeForward:
         with no_autocast:
             hidden = hidden.float() if head_in_fp32 else hidden
             log_probs, entropies = self._head(hidden, batch, temperature, with_entropies)
-        router_logits = output.router_logits if with_router_logits else ()
+        # A node of their own behind all layers: hooks on outputs (FSDP) then fire before any layer runs backward.
+        router_logits = [_Alias.apply(x) for x in output.router_logits] if with_router_logits else []
         return TreeOutput(
             log_probs=hand_over(batch, -1, "log_probs", log_probs),
             entropies=None if entropies is None else hand_over(batch, -1, "entropies", entropies),
@@ -276,13 +277,19 @@ class _TreeForward:
     def _head(self, hidden: torch.Tensor, batch: CompactBatch, temperature: float, with_entropies: bool):
         """Log-probs and entropies of the scored tokens from the hidden states `[P, D]` that predict them."""
         head = self.model.get_output_embeddings()
-        if type(head).__module__.startswith("peft.tuners"):
+        if any(kind.__module__.startswith("peft.tuners") for kind in type(head).__mro__):
             raise UnsupportedModelError(
                 "an adapter on the output head is not supported: log-probs come from its weight, which the adapter "
                 "does not change. Leave lm_head (and tied embeddings) out of target_modules, or use modules_to_save."
             )
         weight, bias = head.weight, head.bias
-        if isinstance(weight, DTensor):  # sharded by FSDP2: gathered once
+        if isinstance(weight, DTensor):  # a unit of its own in FSDP2, whose hooks do not run here
+            if torch.is_grad_enabled() and weight.requires_grad:
+                raise UnsupportedModelError(
+                    "the output head is sharded apart from what stands before it, so its gradient would miss other "
+                    "ranks: shard it in one unit with the final norm, as Accelerate and Transformers do, or leave it "
+                    "to the root"
+                )
             weight = weight.full_tensor()
             bias = None if bias is None else bias.full_tensor()
         config = self.model.config.get_text_config()
@@ -295,6 +302,18 @@ class _TreeForward:
             softcap=getattr(config, "final_logit_softcapping", None),
             with_entropy=with_entropies,
         )
+
+
+class _Alias(torch.autograd.Function):
+    """The same values in the same memory."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
 
 
 def refuse_dropout(model: PreTrainedModel) -> None:

@@ -4,7 +4,7 @@ A row weighs as many tokens as it stands for.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,10 @@ class RouterSums:
 
     def __add__(self, other: "RouterSums") -> "RouterSums":
         return RouterSums(self.assignments + other.assignments, self.probs + other.probs, self.tokens + other.tokens)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "RouterSums":
+        """`function` of each of the three."""
+        return RouterSums(function(self.assignments), function(self.probs), function(self.tokens))
 
     def detach(self) -> "RouterSums":
         """The same sums without their graph."""

@@ -126,6 +126,20 @@ def producer_tree(prefix: np.ndarray, start: int, counts: np.ndarray) -> Consume
     )
 
 
+def filler_tree() -> ConsumerTree:
+    """Two rows that stand for no trajectory: what a rank runs that has nothing to run while others do."""
+    return ConsumerTree(
+        token_ids=np.zeros(2, dtype=np.int64),
+        position_ids=np.arange(2),
+        parent=np.array([-1, 0]),
+        subtree_end=np.full(2, 2),
+        counts=np.zeros(2, dtype=np.int64),
+        prefix_rows=0,
+        continued_rows=0,
+        trajectory_rows=(),
+    )
+
+
 def place_on_prefix(sequence: np.ndarray, prefix: np.ndarray) -> int:
     """Tokens of a prefix that a trajectory takes from its producer: all, or those up to the trajectory's own end.
 

@@ -1,5 +1,6 @@
 """StepPlan: which trajectories run together, where and in what order, in one optimizer step. Data only, numpy-free."""
 
+import dataclasses
 from dataclasses import dataclass
 
 
@@ -88,6 +89,33 @@ class StepPlan:
             path.append(window)
             window = self.windows[window].parent
         return tuple(path[::-1])
+
+    def of_replica(self, replica: int) -> "StepPlan":
+        """What one replica runs, as a plan for it alone: slots and windows of the others are left out.
+
+        Indices of trajectories stay those of the whole step, and so does `num_tokens`. A replica that has nothing to
+        run has no slot.
+        """
+        kept = [slot for slot, row in enumerate(self.slots) if row[replica] is not None]
+        place = {slot: k for k, slot in enumerate(kept)}
+        own = [w for w, window in enumerate(self.windows) if window.replica == replica]
+        number: dict[int | None, int | None] = {w: k for k, w in enumerate(own)}
+        number[None] = None
+        windows = tuple(
+            dataclasses.replace(
+                self.windows[w],
+                replica=0,
+                consumers=tuple(place[slot] for slot in self.windows[w].consumers),
+                parent=number[self.windows[w].parent],
+            )
+            for w in own
+        )
+        slots = []
+        for slot in kept:
+            microbatch = self.slots[slot][replica]
+            assert microbatch is not None  # as chosen above
+            slots.append((dataclasses.replace(microbatch, window=number[microbatch.window]),))
+        return dataclasses.replace(self, slots=tuple(slots), windows=windows)
 
     @property
     def compression(self) -> float:

@@ -33,6 +33,12 @@ class TreeGRPOConfig(GRPOConfig):
             Keep what the backward of a window's producer needs, apart from what it hands over, in host memory while
             its microbatches run. With `gradient_checkpointing` these are the layers' inputs. Off by default: copies
             cost time, and the inputs are small.
+        exchange_trajectories (`bool`, *optional*, defaults to `True`):
+            With several processes: plan the trajectories of all of them as one step, so that work is even and
+            prefixes are shared across processes. Token ids go to every process; the padded tensors of TRL's
+            micro-batches go to the processes that run a part of them, and log-probs come back. `False`: each process
+            plans and runs its own trajectories, and nothing moves; not with FSDP. The result does not depend on it
+            beyond rounding.
 
     Raises:
         ValueError: `max_tokens_per_microbatch` is below 1, `max_window_gib` is no size or set without
@@ -57,6 +63,10 @@ class TreeGRPOConfig(GRPOConfig):
     offload_producers: bool = field(
         default=False,
         metadata={"help": "Keep what the backward of a sharing window's producer needs in host memory meanwhile."},
+    )
+    exchange_trajectories: bool = field(
+        default=True,
+        metadata={"help": "Plan the trajectories of all processes as one step, and run each where the plan puts it."},
     )
 
     def __post_init__(self):

@@ -5,6 +5,7 @@ import operator
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -14,13 +15,13 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import has_length
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from harts_hf.distributed.ranks import Ranks
 from harts_hf.execution import ForwardOptions, MicrobatchResult, forward_plan, train_plan
 from harts_hf.forward import check_token_ids
 from harts_hf.models.checkpoint import reload_weights
 from harts_hf.models.enable import causal_lm_of, enable_tree_forward, refuse_dropout
 from harts_hf.models.routing import RouterSums, load_balancing_loss, router_sums
 from harts_hf.planning.microbatches import plan_step
-from harts_hf.planning.plan import StepPlan
 from harts_hf.planning.window_memory import WindowMemory
 from harts_hf.tree import PrefixTree
 
@@ -28,6 +29,7 @@ from .grpo_config import TreeGRPOConfig
 from .guards import MULTIMODAL_INPUTS, refuse_multimodal, refuse_options
 from .loss_oracle import LossOracle
 from .micro_batches import PlacedTrajectory, group_weights, place_trajectories, placements, splits_a_micro_batch
+from .planned_step import PlannedStep, share_trajectories
 from .step_state import StepState
 from .step_statistics import TreeStatistics
 from .trajectories import TrajectoryDatasetMixin
@@ -50,7 +52,7 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
 
     Raises:
         UnsupportedModelError: the model has no tree forward, or a dropout above zero.
-        ValueError, NotImplementedError: an option that a tree cannot honour (DeepSpeed, FSDP, `torch_compile`, images,
+        ValueError, NotImplementedError: an option that a tree cannot honour (DeepSpeed, `torch_compile`, images,
             a fused-backward optimizer); the message says what to do.
     """
 
@@ -92,7 +94,8 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
         )
         # A plain GRPOConfig has none of these options: the class holds their defaults.
         self._tree_options = self.args if isinstance(self.args, TreeGRPOConfig) else TreeGRPOConfig
-        refuse_options(self, self._tree_options.sharing_windows)
+        options = self._tree_options
+        refuse_options(self, options.sharing_windows, options.exchange_trajectories)
         enable_tree_forward(self.model)
         refuse_dropout(causal_lm_of(self.model))
         if self.ref_model is not None:
@@ -119,25 +122,39 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
         if given is not None:
             return given.log_probs, given.entropies, given.aux_loss
         refuse_multimodal(multimodal)
-        placed = place_trajectories(input_ids, attention_mask, logits_to_keep)
-        plan = self._plan(placed)
+        step, _ = self._plan_step(
+            place_trajectories(input_ids, attention_mask, logits_to_keep),
+            [(len(input_ids), logits_to_keep)],
+            # Every rank calls this at the same time, as TRL gathers around it; a graph cannot leave its rank.
+            ranks=self._ranks(alone=torch.is_grad_enabled()),
+        )
+        own, *_ = step.own_micro_batches
         options = self._forward_options(with_entropies=compute_entropy, with_router_logits=compute_aux_loss)
-        log_probs = torch.zeros(input_ids.shape[0], logits_to_keep, device=self.accelerator.device)
-        entropies = torch.zeros_like(log_probs)
+        device = self.accelerator.device
+        log_probs = {g: torch.zeros(shape, device=device) for g, shape in step.shapes.items()}
+        entropies = {g: torch.zeros(shape, device=device) for g, shape in step.shapes.items()}
         sums = []
-        for result in forward_plan(model, plan, placed, options, self.accelerator.device):
-            own = [placed[i] for i in result.microbatch.trajectories]
-            for placement in placements(result.batch, own).values():
-                log_probs = placement.scatter(result.output.log_probs, log_probs)
+        for result in forward_plan(model, step.own_plan, step.trajectories, options, device, step.program):
+            placed = [step.trajectories[i] for i in result.microbatch.trajectories]
+            for g, placement in placements(result.batch, placed).items():
+                log_probs[g] = placement.scatter(result.output.log_probs, log_probs[g])
                 if result.output.entropies is not None:
-                    entropies = placement.scatter(result.output.entropies, entropies)
+                    entropies[g] = placement.scatter(result.output.entropies, entropies[g])
             if compute_aux_loss:
-                sums.append(self._router_sums(result, own, num_micro_batches=1))
+                sums.append(self._router_sums(result, placed, step.num_micro_batches))
+
+        def read(g, rows, columns):
+            return torch.stack([log_probs[g][rows, columns], entropies[g][rows, columns]])
+
+        def write(g, rows, columns, values):
+            log_probs[g][rows, columns], entropies[g][rows, columns] = values
+
+        step.send_home(2, read, write)
         aux_loss = None
         if compute_aux_loss:
-            totals = reduce(operator.add, sums)
-            aux_loss = load_balancing_loss(totals, totals)[0]
-        return log_probs, entropies if compute_entropy else None, aux_loss
+            totals = reduce(operator.add, sums).map(step.ranks.sum)
+            aux_loss = load_balancing_loss(totals, totals)[own]
+        return log_probs[own], entropies[own] if compute_entropy else None, aux_loss
 
     def get_high_entropy_mask(self, entropies, mask, threshold):
         given = self._oracle.given
@@ -185,56 +202,62 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
     def _run_step(self, model, micro_batches: list[dict[str, Any]]) -> torch.Tensor:
         """Forward, backward and reporting of one optimizer step. Returns its loss, detached."""
         device = self.accelerator.device
-        plan_start = time.perf_counter()
-        placed = [t for m, inputs in enumerate(micro_batches) for t in self._placed(inputs, m)]
-        if not self.aux_loss_enabled and any(t.scored.any() for t in placed):
-            placed = [t for t in placed if t.scored.any()]  # what trains nothing moves nothing
-        plan = self._plan(placed)
-        plan_seconds = time.perf_counter() - plan_start
-
-        step = StepState(micro_batches, device)
+        step, plan_seconds = self._plan_step(
+            [t for m, inputs in enumerate(micro_batches) for t in self._placed(inputs, m)],
+            [tuple(inputs["completion_ids"].shape) for inputs in micro_batches],
+            ranks=self._ranks(),
+            without_unscored=not self.aux_loss_enabled,
+        )
+        state = StepState(step.share_micro_batches(micro_batches), device)
         options = self._forward_options(with_entropies=True, with_router_logits=self.aux_loss_enabled)
-        statistics = TreeStatistics(plan, plan_seconds)
-        split_aux = self.aux_loss_enabled and splits_a_micro_batch(plan, placed)
+        statistics = TreeStatistics(step, plan_seconds)
+        split_aux = self.aux_loss_enabled and splits_a_micro_batch(step.plan, step.trajectories)
         if self.top_entropy_quantile < 1.0 or split_aux:
-            self._pre_pass(model, plan, placed, options, step)
+            self._pre_pass(model, step, options, state)
 
         def loss(result: MicrobatchResult) -> torch.Tensor:
-            own = [placed[i] for i in result.microbatch.trajectories]
-            places = placements(result.batch, own)
+            placed = [step.trajectories[i] for i in result.microbatch.trajectories]
+            places = placements(result.batch, placed)
             log_probs, entropies = result.output.log_probs, result.output.entropies
             assert entropies is not None  # asked for in the options above
             scores = len(log_probs)
             total = log_probs[:0].sum()  # 0, but in the graph even where nothing is scored
             for m, placement in places.items():
-                step.fill(m, placement, result.output)
+                state.fill(m, placement, result.output)
             for m, placement in places.items():
-                used = self._oracle.gradient(model, micro_batches[m], step.loss_inputs(m))
+                used = self._oracle.gradient(model, state.micro_batches[m], state.loss_inputs(m))
                 total = total + (log_probs * placement.gather_gradient(used.log_probs, scores)).sum()
                 if used.entropies is not None:
                     total = total + (entropies * placement.gather_gradient(used.entropies, scores)).sum()
-                step.remember(m, placement, used)
+                state.remember(m, placement, used)
             if self.aux_loss_enabled:
-                sums = self._router_sums(result, own, len(micro_batches))
-                if not step.has_totals:
-                    step.add_router_sums(sums)
-                aux = load_balancing_loss(sums, step.totals_for(sums))
+                sums = self._router_sums(result, placed, step.num_micro_batches)
+                if not state.has_totals:
+                    state.add_router_sums(sums)
+                aux = load_balancing_loss(sums, state.totals_for(sums))
                 total = total + self.router_aux_loss_coef * aux.sum() / self.current_gradient_accumulation_steps
             return total
 
+        if self._in_lockstep:  # a producer that scores nothing leaves parameters without a gradient on its rank alone
+            model.set_reduce_scatter_unused_params(True)
         train_plan(
             model,
-            plan,
-            placed,
+            step.own_plan,
+            step.trajectories,
             options,
             device,
             loss=loss,
             backward=self.accelerator.backward,
-            defer_sync=partial(self.accelerator.no_sync, model),
+            # Accelerate did not wrap a model that Transformers sharded, so its `no_sync` does nothing.
+            defer_sync=self._defer_fsdp_gradient_reduction
+            if self.is_distributed_loading_by_transformers
+            else partial(self.accelerator.no_sync, model),
             after=statistics.add,
-            needs_synced_forward=self.accelerator.num_processes > 1,
+            needs_synced_forward=self.accelerator.num_processes > 1 and not self._in_lockstep,
+            program=step.program,
         )
-        total = self._report(model, step)
+        step.send_home(4, state.read, state.write)
+        total = self._report(model, step, state)
         statistics.log(self._metrics["train"])
         self.expert_loads = statistics.expert_loads
         return total
@@ -250,38 +273,45 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
             micro_batch=micro_batch,
         )
 
-    def _pre_pass(
-        self, model, plan: StepPlan, placed: Sequence[PlacedTrajectory], options: ForwardOptions, step: StepState
-    ) -> None:
+    def _pre_pass(self, model, step: PlannedStep, options: ForwardOptions, state: StepState) -> None:
         """One forward without graph, for what couples trajectories of different microbatches: the entropy quantile and
         the router's token fractions."""
         with torch.no_grad():
-            for result in forward_plan(model, plan, placed, options, self.accelerator.device):
-                own = [placed[i] for i in result.microbatch.trajectories]
-                for m, placement in placements(result.batch, own).items():
-                    step.fill(m, placement, result.output)
+            device = self.accelerator.device
+            for result in forward_plan(model, step.own_plan, step.trajectories, options, device, step.program):
+                placed = [step.trajectories[i] for i in result.microbatch.trajectories]
+                for m, placement in placements(result.batch, placed).items():
+                    state.fill(m, placement, result.output)
                 if self.aux_loss_enabled:
-                    step.add_router_sums(self._router_sums(result, own, len(step.micro_batches)))
-        step.has_totals = self.aux_loss_enabled
+                    state.add_router_sums(self._router_sums(result, placed, step.num_micro_batches))
+        if self.aux_loss_enabled:
+            state.sum_router_sums(step.ranks)
+        step.send_home(4, state.read, state.write)
         if self.top_entropy_quantile < 1.0:
-            for m, inputs in enumerate(step.micro_batches):
+            masks = []
+            for m in step.own_micro_batches:
+                inputs = state.micro_batches[m]
                 mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-                step.entropy_masks[m] = super().get_high_entropy_mask(
-                    step.entropies[m], mask, 1 - self.top_entropy_quantile
-                )
+                masks.append(super().get_high_entropy_mask(state.entropies[m], mask, 1 - self.top_entropy_quantile))
+            shared = step.share_micro_batches([{"mask": mask} for mask in masks])
+            state.entropy_masks = {m: values["mask"] for m, values in shared.items()}
 
-    def _report(self, model, step: StepState) -> torch.Tensor:
-        """TRL's own loss once per stock micro-batch, for loss and metrics.
+    def _report(self, model, step: PlannedStep, state: StepState) -> torch.Tensor:
+        """TRL's own loss once per stock micro-batch of this rank, for loss and metrics.
 
         Refuses a loss that coupled trajectories.
         """
         total = torch.zeros((), device=self.accelerator.device)
-        aux = step.aux_losses() if self.aux_loss_enabled else [total] * len(step.micro_batches)
+        aux: Sequence[torch.Tensor] = [total] * step.num_micro_batches
+        if self.aux_loss_enabled:
+            if not state.has_totals:
+                state.sum_router_sums(step.ranks)
+            aux = state.aux_losses()
         gradient_state = self.accelerator.gradient_state
-        for m, inputs in enumerate(step.micro_batches):
-            gradient_state._set_sync_gradients(m == len(step.micro_batches) - 1)
-            final = self._oracle.report(model, inputs, step.loss_inputs(m, aux[m]))
-            step.refuse_coupling(m, final, self.loss_type)
+        for m in step.own_micro_batches:
+            gradient_state._set_sync_gradients(m == step.own_micro_batches[-1])
+            final = self._oracle.report(model, state.micro_batches[m], state.loss_inputs(m, aux[m]))
+            state.refuse_coupling(m, final, self.loss_type)
             total = total + final.loss
         return total
 
@@ -289,17 +319,26 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         model = self.model if model is None else model
-        if isinstance(model, PreTrainedModel):
-            reload_weights(model, resume_from_checkpoint)
-        else:  # PEFT loads its adapters
+        if not self._reloads_whole(model):  # PEFT loads its adapters, FSDP its shards
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            reload_weights(model, resume_from_checkpoint)
 
     def _load_best_model(self):
-        if isinstance(self.model, PreTrainedModel):
+        if not self._reloads_whole(self.model):
+            super()._load_best_model()
+        else:
             assert self.state.best_model_checkpoint is not None  # else Trainer does not call this
             reload_weights(self.model, self.state.best_model_checkpoint)
-        else:
-            super()._load_best_model()
+
+    def _reloads_whole(self, model) -> bool:
+        """Whether a checkpoint's weights are put into the model here, all of them on each process."""
+        if self.is_distributed_loading_by_transformers:
+            raise NotImplementedError(
+                "a model that was sharded while it was loaded cannot take a checkpoint's weights: give the checkpoint "
+                "to load_sharded, and leave resume_from_checkpoint and load_best_model_at_end out"
+            )
+        return isinstance(model, PreTrainedModel) and not self.is_fsdp_enabled
 
     # ---- pieces
 
@@ -307,16 +346,46 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
     def _text_config(self):
         return causal_lm_of(self.accelerator.unwrap_model(self.model)).config.get_text_config()
 
-    def _plan(self, placed: Sequence[PlacedTrajectory]) -> StepPlan:
-        tree = PrefixTree.from_sequences([t.token_ids for t in placed])
+    @property
+    def _in_lockstep(self) -> bool:
+        """Whether forwards and backwards have collectives inside, so that ranks must run the same ones."""
+        is_sharded = self.accelerator.is_fsdp2 or self.is_distributed_loading_by_transformers
+        return is_sharded and self.accelerator.num_processes > 1
+
+    def _ranks(self, alone: bool = False) -> Ranks:
+        """The ranks that plan together."""
+        return Ranks(self.accelerator.device, alone=alone or not self._tree_options.exchange_trajectories)
+
+    def _plan_step(
+        self,
+        placed: Sequence[PlacedTrajectory],
+        shapes: Sequence[tuple[int, int]],
+        *,
+        ranks: Ranks,
+        without_unscored: bool = False,
+    ) -> tuple[PlannedStep, float]:
+        """Plan the trajectories of all ranks, and the seconds that took. Collective.
+
+        Args:
+            placed, shapes: of this rank, as for `share_trajectories`.
+            without_unscored: leave out what trains nothing, unless that is all.
+        """
+        shared = share_trajectories(ranks, placed, shapes)
+        plan_start = time.perf_counter()
+        scored = [t for t in shared.trajectories if t.scored.any()]
+        if without_unscored and scored:
+            shared = replace(shared, trajectories=scored)
+        tree = PrefixTree.from_sequences([t.token_ids for t in shared.trajectories])
         check_token_ids(tree, self._text_config)
         options = self._tree_options
-        return plan_step(
+        plan = plan_step(
             tree,
             options.max_tokens_per_microbatch,
+            num_replicas=ranks.size,
             windows=options.sharing_windows,
             window_memory=self._window_memory,
         )
+        return PlannedStep(ranks, shared, plan, self._in_lockstep), time.perf_counter() - plan_start
 
     def _bound_windows(self) -> WindowMemory | None:
         """What a sharing window may keep alive on the device; None for no bound."""
@@ -363,8 +432,8 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
         )
 
     def _router_sums(
-        self, result: MicrobatchResult, own: Sequence[PlacedTrajectory], num_micro_batches: int
+        self, result: MicrobatchResult, placed: Sequence[PlacedTrajectory], num_micro_batches: int
     ) -> RouterSums:
-        weights = group_weights(result.batch, own, num_micro_batches)
+        weights = group_weights(result.batch, placed, num_micro_batches)
         assert result.output.router_logits is not None  # asked for wherever sums are
         return router_sums(result.output.router_logits, weights, self._text_config.num_experts_per_tok)

@@ -3,8 +3,13 @@
 from typing import Any
 
 from accelerate.utils import DistributedType
+from transformers import PreTrainedModel
+from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.training_args import OptimizerNames
 from trl.trainer.grpo_trainer import GRPOTrainer
+
+from harts_hf.models.enable import causal_lm_of
+from harts_hf.models.sharded import needs_order
 
 MULTIMODAL_INPUTS = ("pixel_values", "image_grid_thw", "num_images", "image_sizes", "num_tiles")
 
@@ -40,17 +45,18 @@ def refuse_generation_options(args) -> None:
         raise ValueError("finished trajectories have one reward: combine several before, and leave reward_weights out")
 
 
-def refuse_options(trainer: GRPOTrainer, sharing_windows: bool) -> None:
+def refuse_options(trainer: GRPOTrainer, sharing_windows: bool, exchange_trajectories: bool) -> None:
     """Raise for options that a planned step cannot honour.
 
     Args:
         trainer: a trainer whose accelerator and model are set up.
-        sharing_windows (`bool`): the option of that name.
+        sharing_windows, exchange_trajectories (`bool`): the options of these names.
 
     Raises:
-        NotImplementedError: DeepSpeed, FSDP, a model that is sharded at load time, or images.
-        ValueError: `torch_compile`, embedding noise, an optimizer that updates in the backward pass, or sharing
-            windows with reentrant gradient checkpointing.
+        NotImplementedError: DeepSpeed, the first FSDP, tensor or context parallelism, a model that is sharded at load
+            time, or images.
+        ValueError: FSDP that is not on, FSDP with `exchange_trajectories=False`, `torch_compile`, embedding noise, an
+            optimizer that updates in the backward pass, or sharing windows with reentrant gradient checkpointing.
     """
     args = trainer.args
     kwargs = args.gradient_checkpointing_kwargs  # without the key, torch's default holds
@@ -61,14 +67,7 @@ def refuse_options(trainer: GRPOTrainer, sharing_windows: bool) -> None:
             f"be lost between microbatches, and gradient_checkpointing_kwargs is {kwargs}. Set 'use_reentrant' in it "
             "to False, or set sharing_windows=False."
         )
-    kind = trainer.accelerator.distributed_type
-    if kind == DistributedType.DEEPSPEED:
-        raise NotImplementedError(
-            "DeepSpeed steps the optimizer at each backward, and a planned step has several. Use DDP "
-            "(accelerate launch)."
-        )
-    if kind == DistributedType.FSDP or trainer.is_distributed_loading_by_transformers:
-        raise NotImplementedError("sharded models need the same number of microbatches on every rank. Use DDP.")
+    _refuse_parallelism(trainer, exchange_trajectories)
     if args.torch_compile:
         raise ValueError("torch_compile=True is not supported: every step has another tree. Leave it off.")
     if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO) or "layerwise" in args.optim:
@@ -83,3 +82,61 @@ def refuse_options(trainer: GRPOTrainer, sharing_windows: bool) -> None:
             raise NotImplementedError(
                 f"{name} has an image column; TreeGRPOTrainer trains text only. Use trl.GRPOTrainer for it."
             )
+
+
+def _refuse_parallelism(trainer: GRPOTrainer, exchange_trajectories: bool) -> None:
+    """Raise for ways of using several processes that a planned step does not run in."""
+    accelerator = trainer.accelerator
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise NotImplementedError(
+            "DeepSpeed steps the optimizer at each backward, and a planned step has several. Use DDP or FSDP2 "
+            "(accelerate launch)."
+        )
+    if trainer.is_distributed_loading_by_transformers:
+        _refuse_sharded_model(causal_lm_of(trainer.model), exchange_trajectories)
+        return
+    parallelism = accelerator.parallelism_config
+    if parallelism is not None and (parallelism.tp_size > 1 or parallelism.cp_size > 1 or parallelism.sp_size > 1):
+        raise NotImplementedError(
+            f"ranks that hold parts of the same sequences are not supported, and parallelism_config is {parallelism}. "
+            "Set tp_size, cp_size and sp_size to 1; max_tokens_per_microbatch bounds the memory of long trajectories."
+        )
+    if accelerator.distributed_type != DistributedType.FSDP:
+        if trainer.args.fsdp:
+            raise ValueError(
+                f"FSDP was asked for, but accelerate runs {accelerator.distributed_type} (on the CPU it ignores FSDP "
+                "without a word). Leave fsdp out, or use GPUs."
+            )
+        return
+    if not accelerator.is_fsdp2:
+        raise NotImplementedError("FSDP is supported as FSDP2 only: set fsdp_version to 2 in its config")
+    if accelerator.state.fsdp_plugin.activation_checkpointing:
+        raise ValueError(
+            "fsdp_config's activation_checkpointing wraps the layers, which hides them from sharing windows. Set it "
+            "to False, and gradient_checkpointing=True."
+        )
+    _refuse_local_plans(exchange_trajectories)
+
+
+def _refuse_sharded_model(model: PreTrainedModel, exchange_trajectories: bool) -> None:
+    """Raise for ways of sharding a model at load time that a planned step does not run in."""
+    config = model.config.distributed_config
+    if not is_fsdp_managed_module(model) or (config.tp_size or 1) > 1 or (config.pp_size or 1) > 1:
+        raise NotImplementedError(
+            "of models that are sharded while they are loaded, only those with data parallel ranks are supported, and "
+            f"distributed_config is {config}. Set fsdp_size (and ep_size), and neither tp_size nor pp_size."
+        )
+    if needs_order(model):
+        raise NotImplementedError(
+            f"Transformers shards the convolutions of {model.config.model_type} in a wrong order without a word. Load "
+            "the model with harts_hf.load_sharded, which puts them right."
+        )
+    _refuse_local_plans(exchange_trajectories)
+
+
+def _refuse_local_plans(exchange_trajectories: bool) -> None:
+    if not exchange_trajectories:
+        raise ValueError(
+            "exchange_trajectories=False lets each process run its own number of microbatches, and FSDP needs the "
+            "same on all. Leave it on."
+        )

@@ -20,14 +20,19 @@ class PlacedTrajectory(Trajectory):
     """A trajectory and its place among the stock micro-batches of a step.
 
     Attributes:
-        micro_batch (`int`): which stock micro-batch.
+        micro_batch (`int`): which stock micro-batch; those of all ranks are numbered together once they are shared.
         row (`int`): which row of it.
-        columns (`[len]`, int64): column of each token in the completion, -1 for prompt tokens.
+        first_column (`int`): column of the first token in the completion; prompt tokens stand below 0.
     """
 
     micro_batch: int
     row: int
-    columns: np.ndarray
+    first_column: int
+
+    @property
+    def scored_columns(self) -> np.ndarray:
+        """Columns of the scored tokens in the completion: `[n]`, int64."""
+        return np.flatnonzero(self.scored) + self.first_column
 
 
 def place_trajectories(
@@ -65,15 +70,15 @@ def place_trajectories(
                 f"row {row} of micro-batch {micro_batch}: attention_mask has a hole; mask tokens out of the loss with "
                 "tool_mask (env_mask) instead, or leave them out of the ids"
             )
-        columns = np.maximum(kept - first_completion, -1)
+        columns = kept - first_completion
         scored = columns >= 0
         if wanted is not None:
-            scored &= wanted[row][columns]
+            scored &= wanted[row][np.maximum(columns, 0)]
         if scored[0]:
             raise ValueError(
                 f"row {row} of micro-batch {micro_batch} has an empty prompt: its first token has no context"
             )
-        placed.append(PlacedTrajectory(ids[row, kept], scored, micro_batch, row, columns))
+        placed.append(PlacedTrajectory(ids[row, kept], scored, micro_batch, row, int(columns[0])))
     return placed
 
 
@@ -111,7 +116,7 @@ def placements(batch: CompactBatch, placed: Sequence[PlacedTrajectory]) -> dict[
     """
     parts: dict[int, list[np.ndarray]] = {}
     for i, trajectory in enumerate(placed):
-        columns = trajectory.columns[trajectory.scored]
+        columns = trajectory.scored_columns
         part = np.stack([np.full_like(columns, trajectory.row), columns, batch.scores(i)[trajectory.scored]])
         parts.setdefault(trajectory.micro_batch, []).append(part)
     return {

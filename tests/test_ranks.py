@@ -1,0 +1,73 @@
+"""Several ranks plan one step together: gradients and metrics are the stock trainer's, and no rank waits for ever."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "ranks_program.py"
+
+
+def run_ranks(program: str, num_ranks: int, folder: Path, timeout: int = 240) -> subprocess.CompletedProcess:
+    """Run one of the programs of `ranks_program.py` on several processes of the loopback interface."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", f"--master-port={port}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(
+        [*command, str(PROGRAM), program, str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def check(result: subprocess.CompletedProcess) -> str:
+    """What the ranks printed; their errors where one failed."""
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
+    print(result.stdout)
+    return result.stdout
+
+
+@pytest.mark.multi
+def test_two_ranks_equal_stock(tmp_path):
+    check(run_ranks("equals_stock", 2, tmp_path))
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("program", ["random_plans", "random_plans_experts"])
+def test_random_plans_finish(program, tmp_path):
+    check(run_ranks(program, 2, tmp_path))
+
+
+@pytest.mark.multi
+def test_fsdp_equals_stock(tmp_path):
+    check(run_ranks("sharded", 2, tmp_path))
+
+
+@pytest.mark.multi
+def test_expert_parallel_equals_stock(tmp_path):
+    check(run_ranks("expert_parallel", 2, tmp_path))
+
+
+@pytest.mark.multi
+def test_fsdp_resumes(tmp_path):
+    check(run_ranks("checkpoints", 2, tmp_path))
+    check(run_ranks("resume_on_other_ranks", 4, tmp_path))
+
+
+@pytest.mark.multi
+def test_exchange_of_a_deep_tree(tmp_path):
+    assert "ms per MB" in check(run_ranks("deep_tree", 2, tmp_path))
+
+
+@pytest.mark.multi
+def test_an_error_on_one_rank_ends_all(tmp_path):
+    result = run_ranks("one_rank_fails", 2, tmp_path, timeout=90)
+    assert result.returncode != 0
+    assert "rank 1 has no plan" in result.stderr
