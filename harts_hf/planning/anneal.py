@@ -6,6 +6,7 @@ energy is the sum of the slots' heaviest plus `TOTAL_SHARE` of the mean work of 
 is taken with probability `exp(-d / t)`; the temperature `t` falls to 0. Random choices come from a fixed seed.
 """
 
+from collections.abc import Callable, Sequence
 from math import exp
 from random import Random
 
@@ -48,6 +49,32 @@ def anneal(
     after = draft.objectives()
     if [after[k] for k in objective] > [before[k] for k in objective]:
         _set(draft.bins, start)
+
+
+def anneal_uneven(
+    draft: Draft,
+    objective: tuple[int, ...],
+    place: Callable[[], None],
+    *,
+    even_enough: float,
+    heats: Sequence[float],
+    unit_steps: int,
+    max_prefix: int = 0,
+) -> None:
+    """Anneal a draft in rounds, unless its slots are even or total work comes first.
+
+    Args:
+        draft, objective, unit_steps, max_prefix: as for [`anneal`], `unit_steps` of each round.
+        place: improves the places of the draft's bins, after each round.
+        even_enough: balance by work above which a draft is left as it is.
+        heats: of the rounds; each has a seed of its own.
+    """
+    total, critical, _ = draft.objectives()
+    if objective[0] == 0 or total > even_enough * draft.num_replicas * critical:
+        return
+    for seed, heat in enumerate(heats):
+        anneal(draft, objective, unit_steps, max_prefix, heat, seed)
+        place()
 
 
 def _state(bins: list[Bin]) -> list[_Held]:

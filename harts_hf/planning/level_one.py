@@ -16,7 +16,7 @@ If total work comes first, a cell that costs work to fill stays empty. The plan 
 import numpy as np
 
 from .align import align
-from .anneal import anneal
+from .anneal import anneal_uneven
 from .bounds import least_rows
 from .draft import Bin, Draft
 from .level import level
@@ -101,18 +101,15 @@ def plan_without_windows(
         if rank(draft, objective)[0] < (1 - SLOT_GAIN) * rank(chosen, objective)[0]:
             chosen = draft
     if not quick:
-        _even_out(chosen, objective)
+        anneal_uneven(
+            chosen,
+            objective,
+            lambda: place(chosen.bins, num_replicas),
+            even_enough=EVEN_ENOUGH,
+            heats=ANNEAL_HEATS,
+            unit_steps=ANNEAL_STEPS,
+        )
     return chosen
-
-
-def _even_out(draft: Draft, objective: tuple[int, ...]) -> None:
-    """Anneal a plan without windows in place, unless its slots are even, or total work comes first."""
-    total, critical, _ = draft.objectives()
-    if objective[0] == 0 or total > EVEN_ENOUGH * draft.num_replicas * critical:
-        return
-    for seed, heat in enumerate(ANNEAL_HEATS):
-        anneal(draft, objective, ANNEAL_STEPS, heat=heat, seed=seed)
-        place(draft.bins, draft.num_replicas)
 
 
 def _repacked(

@@ -7,10 +7,12 @@ without windows says how many slots it takes; the plan without windows is made i
 lower bound says that it is worse.
 """
 
+from functools import partial
+
 import numpy as np
 
 from .align import align
-from .anneal import anneal
+from .anneal import anneal_uneven
 from .bounds import least_rows
 from .draft import Draft, SharedPrefix
 from .level import level
@@ -75,13 +77,16 @@ def plan_with_windows(
             level(draft, objective, level_steps)
             reseat(draft)
     drafts.sort(key=lambda draft: rank(draft, objective))
-    for draft in drafts[:ANNEALED] if num_replicas > 1 and objective[0] != 0 else []:
-        total, critical, _ = draft.objectives()
-        if total > EVEN_ENOUGH * num_replicas * critical:
-            continue
-        for seed, heat in enumerate(ANNEAL_HEATS):
-            anneal(draft, objective, ANNEAL_STEPS, max_prefix, heat, seed)
-            reseat(draft)
+    for draft in drafts[:ANNEALED]:
+        anneal_uneven(
+            draft,
+            objective,
+            partial(reseat, draft),
+            even_enough=EVEN_ENOUGH,
+            heats=ANNEAL_HEATS,
+            unit_steps=ANNEAL_STEPS,
+            max_prefix=max_prefix,
+        )
     best = min([plain, *drafts], key=lambda draft: rank(draft, objective))
     if not _beats_plain_ones(best, objective):
         plain = plan_without_windows(units, max_rows, num_replicas, objective)
