@@ -18,15 +18,13 @@ import torch
 
 from harts_hf.batch import CompactBatch
 from harts_hf.kernels.chunk_layout import ChunkLayout
-from harts_hf.kernels.linear_attention import tree_gated_delta_rule, tree_kda
 from harts_hf.layouts import make_chunk_layout
 from harts_hf.models.enable import causal_lm_of
 from harts_hf.models.families import family_of
-from harts_hf.models.linear_attention_seam import CHUNK_SIZE
+from harts_hf.models.linear_attention_seam import CHUNK_SIZE, TREE_FUNCTIONS
 from harts_hf.planning.rounds import plan_rounds
 from harts_hf.tree import RowForest
 
-_TREE_FUNCTIONS = {"kda": tree_kda, "gated_delta_rule": tree_gated_delta_rule}
 Tables = weakref.WeakKeyDictionary  # of each batch: its layout, and the place of each of its rows
 
 
@@ -74,7 +72,7 @@ def _chunks_at_forks(
     if state is not None:
         state = state.expand(layout.num_roots, -1, -1, -1).contiguous()
     options = {"safe_gate": harts_safe_gate} if kind == "kda" else {}
-    output, states = _TREE_FUNCTIONS[kind](
+    output, states = TREE_FUNCTIONS[kind](
         *filled, layout, use_qk_l2norm=use_qk_l2norm_in_kernel, initial_states=state, **options
     )
     if sink is not None:

@@ -11,6 +11,7 @@ import torch
 
 from harts_hf.models.enable import attribute, causal_lm_of
 from harts_hf.models.families import family_of
+from harts_hf.models.routing import watch_routers
 
 
 @dataclass(eq=False)
@@ -56,11 +57,9 @@ def record_forwards(model) -> Iterator[ForwardRecord]:
         record.choices.append(output[2])
 
     handles = [backbone.register_forward_pre_hook(begin), backbone.register_forward_hook(end)]
-    for module in backbone.modules():
-        if type(module).__name__ == family.router_class:
-            handles.append(module.register_forward_hook(choose))
     try:
-        yield record
+        with watch_routers(backbone, family, choose):
+            yield record
     finally:
         for handle in handles:
             handle.remove()

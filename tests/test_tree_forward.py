@@ -258,7 +258,7 @@ def test_kernels_are_told_of_a_bounded_gate(options, is_safe, monkeypatch):
         return original(q, k, v, g, *inputs, safe_gate=safe_gate, **others)
 
     original = linear_attention_seam.tree_kda
-    monkeypatch.setitem(linear_attention_seam._TREE_FUNCTIONS, "kda", tree_kda)
+    monkeypatch.setitem(linear_attention_seam.TREE_FUNCTIONS, "kda", tree_kda)
     tree_logprobs(enable_tree_forward(tiny_model("bailing_hybrid", **options)), [[2, 3, 4], [2, 3, 5]])
     assert len(calls) == 2
     for safe_gate, lowest, highest in calls:
@@ -271,19 +271,40 @@ def test_intermediates_are_kept_where_activations_are_recomputed(model_type, mon
     from harts_hf.models import linear_attention_seam
 
     kind = FAMILIES[model_type].linear_attention
-    original, kept = linear_attention_seam._TREE_FUNCTIONS[kind], []
+    original, kept = linear_attention_seam.TREE_FUNCTIONS[kind], []
 
     def watched(*inputs, keep_intermediates, **others):
         kept.append(keep_intermediates)
         return original(*inputs, keep_intermediates=keep_intermediates, **others)
 
-    monkeypatch.setitem(linear_attention_seam._TREE_FUNCTIONS, kind, watched)
+    monkeypatch.setitem(linear_attention_seam.TREE_FUNCTIONS, kind, watched)
     model = enable_tree_forward(tiny_model(model_type))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for training in (False, True):
         kept.clear()
         tree_logprobs(model.train(training), [[2, 3, 4], [2, 3, 5]])
         assert set(kept) == {training}
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_gradients_of_projections_keep_their_rows_contiguous(model_type):
+    """Channels first, the products of the projections' backwards would run on rows that are not aligned."""
+    model = enable_tree_forward(tiny_model(model_type))
+    strides = {}
+
+    def watch(name, output):
+        def keep(gradient):
+            strides[name] = gradient.stride()
+
+        output.register_hook(keep)
+
+    for name, module in model.model.layers.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda _module, _args, output, name=name: watch(name, output))
+    log_probs, _ = tree_logprobs(model, [[2, 3, 4, 5, 6], [2, 3, 9]])
+    torch.cat(log_probs).sum().backward()
+    assert len(strides) > 8
+    assert {name: stride for name, stride in strides.items() if stride[-1] != 1} == {}
 
 
 @pytest.mark.parametrize("broken", ["mask", "conv", "positions", "state"])

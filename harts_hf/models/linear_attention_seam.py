@@ -17,7 +17,7 @@ from harts_hf.kernels.tree_conv import tree_causal_conv
 from .families import CONV_FUNCTION, Family
 
 CHUNK_SIZE = 64  # of flash-linear-attention's kernels and of Transformers' torch functions
-_TREE_FUNCTIONS = {"kda": tree_kda, "gated_delta_rule": tree_gated_delta_rule}
+TREE_FUNCTIONS = {"kda": tree_kda, "gated_delta_rule": tree_gated_delta_rule}
 
 
 def install_linear_attention_seam(family: Family) -> None:
@@ -112,7 +112,7 @@ def _chunk_seam(
         zeros = state.new_zeros(layout.num_roots - continued, *state.shape[1:])
         state = torch.cat([state.expand(continued, -1, -1, -1), zeros])
     options = {"safe_gate": harts_safe_gate} if kind == "kda" else {}
-    output, states = _TREE_FUNCTIONS[kind](
+    output, states = TREE_FUNCTIONS[kind](
         queries,
         *inputs.values(),
         layout,

@@ -90,7 +90,7 @@ def record_expert_loads(
     Hooks are removed at the end, so a recomputation in the backward pass is not counted again.
 
     Args:
-        backbone: the text decoder; its modules of class `family.router_class` are watched.
+        backbone: the text decoder.
         family: the model's family; one without a router leaves the list empty.
         counts (`[C]`, fp32): trajectories per row; padding rows weigh 0.
 
@@ -104,13 +104,26 @@ def record_expert_loads(
         load = counts.new_zeros(logits.shape[-1])
         loads.append(load.index_add_(0, chosen.reshape(-1), counts.repeat_interleave(chosen.shape[-1])))
 
+    with watch_routers(backbone, family, record):
+        yield loads
+
+
+@contextlib.contextmanager
+def watch_routers(backbone: torch.nn.Module, family: Family, hook: Callable) -> Iterator[None]:
+    """Call `hook` (router, arguments, output) after each router's forward, until the context ends.
+
+    Args:
+        backbone: the text decoder; its modules of class `family.router_class` are watched.
+        family: the model's family; one without a router has none to watch.
+        hook: a forward hook; the output is (logits `[C, E]`, weights, chosen experts `[C, k]`).
+    """
     handles = []
     if family.router_class is not None:
         for module in backbone.modules():
             if type(module).__name__ == family.router_class:
-                handles.append(module.register_forward_hook(record))
+                handles.append(module.register_forward_hook(hook))
     try:
-        yield loads
+        yield
     finally:
         for handle in handles:
             handle.remove()
