@@ -13,6 +13,7 @@ from harts_hf.models import fused_experts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MOE = [name for name in TINY if any("experts" in key for key in TINY[name])]
+assert MOE  # else the tests of models are none
 
 
 def sorted_pairs(num_tokens, k, num_experts, generator):

@@ -2,11 +2,15 @@
 
 import numpy as np
 import pytest
+import torch
 from forests import random_forest
 
+from harts_hf.distributed.ranks import Ranks
 from harts_hf.planning.microbatches import plan_step
 from harts_hf.planning.plan import Microbatch, StepPlan, Window
 from harts_hf.planning.program import Operation, plan_program
+from harts_hf.trainers.micro_batches import PlacedTrajectory
+from harts_hf.trainers.planned_step import PlannedStep, share_trajectories
 
 
 def check_program(plan: StepPlan) -> int:
@@ -82,3 +86,22 @@ def test_intervals_that_cross():
 def test_nothing_to_run():
     slot = (None, Microbatch((0,), 3))
     assert plan_program(StepPlan((slot,), 3).of_replica(0)) == (Operation("microbatch", None),)
+
+
+@pytest.mark.parametrize("other_differs", [False, True])
+def test_ranks_with_different_plans_stop(other_differs):
+    """What another rank would say of its plan is made up here."""
+
+    class TwoRanks(Ranks):
+        def gather(self, tensor):
+            return [tensor, tensor + other_differs]
+
+    ranks = TwoRanks(torch.device("cpu"), alone=True)
+    trajectory = PlacedTrajectory(np.arange(2, 6), np.arange(4) > 0, 0, 0, -1)
+    shared = share_trajectories(ranks, [trajectory], [(1, 3)])
+    plan = plan_step([trajectory.token_ids], 100)
+    if other_differs:
+        with pytest.raises(RuntimeError, match="planned the same trajectories differently"):
+            PlannedStep(ranks, shared, plan)
+    else:
+        assert PlannedStep(ranks, shared, plan).own_plan == plan

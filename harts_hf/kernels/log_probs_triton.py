@@ -87,14 +87,15 @@ def _fold_kernel(
     total = tl.load(total_ptr + row)
     weighted = tl.load(weighted_ptr + row)
     is_here = (target >= 0) & (target < width)
-    target_logit, tanh = _load_transformed(
+    # Both tanh are unused, and of different shapes: one name would change its type in the loop, which Triton refuses.
+    target_logit, tanh_of_target = _load_transformed(
         logits, bias, row * width, target, is_here, logit_scale, softcap, inverse_temperature, HAS_BIAS, HAS_SOFTCAP
     )
     tl.store(target_logit_ptr + row, target_logit, mask=is_here)
     for begin in range(0, width, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         is_inside = column < width
-        x, tanh_of_tile = _load_transformed(
+        x, tanh_of_block = _load_transformed(
             logits, bias, row * width, column, is_inside, logit_scale, softcap, inverse_temperature,
             HAS_BIAS, HAS_SOFTCAP,
         )  # fmt: skip

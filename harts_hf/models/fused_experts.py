@@ -1,7 +1,7 @@
 """An experts implementation for Transformers' MoE models: `experts_implementation="harts"`.
 
 The grouped matrix products are those of Transformers' "grouped_mm"; around them there are three passes over the rows
-instead of a dozen, forward, and as many backward (`kernels/expert_rows.py`). It serves ordinary calls as well as tree
+forward, and as many backward (`kernels/expert_rows.py`). It serves ordinary calls as well as tree
 forwards: `from_pretrained(..., experts_implementation="harts")`, or `model.set_experts_implementation("harts")`. The
 name is known once this module is imported, which `enable_tree_forward` and the trainer do.
 """
