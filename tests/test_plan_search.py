@@ -10,10 +10,10 @@ from harts_hf.planning import fill as filling
 from harts_hf.planning.anneal import anneal
 from harts_hf.planning.bounds import least_rows
 from harts_hf.planning.cost import CostModel
-from harts_hf.planning.draft import Bin, Draft
+from harts_hf.planning.draft import Bin, Draft, SharedPrefix
 from harts_hf.planning.level import level
 from harts_hf.planning.level_two import _beats_plain_ones
-from harts_hf.planning.microbatches import plan_step
+from harts_hf.planning.microbatches import plan_step, to_step_plan
 from harts_hf.planning.packing import pack_by_filling
 from harts_hf.planning.repack import BIN_WORK, repack
 from harts_hf.planning.rewindow import _prefix
@@ -223,3 +223,22 @@ def test_sums_of_pieces_are_their_rows(seed):
     pieces = random_pieces(cuts, 5, Random(seed))
     rows = [units.charge(members[start:end])[0] for start, end in pieces]
     assert piece_sums(units.unit_rows, cuts, pieces) == rows, f"seed {seed}"
+
+
+@pytest.mark.parametrize("members_of_other", [[], [1]])
+def test_a_window_of_one_consumer_is_none(members_of_other):
+    """Its consumer then shares rows with the members that do not start with the prefix, and is counted so."""
+    tree = PrefixTree.from_sequences([[0, 1, 2], [0, 1, 3], [0, 4]])
+    units = Units.from_tree(tree, CostModel())
+    first = Bin([0, 2] if members_of_other else [0, 1, 2], slot=0, window=0, produces=True)
+    other = Bin(members_of_other, slot=1, window=0)
+    draft = Draft(units, 10, 1, [Bin([*b.members], slot=b.slot) for b in (first, other)], [SharedPrefix(0, 2, 2)])
+    for b, as_meant in zip(draft.bins, (first, other), strict=True):
+        b.window, b.produces = 0, as_meant.produces
+        b.rows, b.work = draft.charge(b.members, 0, b.produces)
+    plan = to_step_plan(draft, tree, "compact_work")
+    if members_of_other:
+        assert [m.window for m in plan.microbatches] == [0, 0] and len(plan.windows) == 1
+        assert plan.slot_rows == ((5,), (1,))  # [0, 1] produced, [2], and [0, 4] from its root; [3]
+    else:
+        assert plan.windows == () and plan.slot_rows == ((5,),)  # [0, 1, 2], [3], [4]

@@ -79,7 +79,7 @@ def plan_step(
         draft = plan_with_windows(units, max_tokens, num_replicas, max_prefix, order)
     else:
         draft = plan_without_windows(units, max_tokens, num_replicas, order)
-    plan = _step_plan(draft, tree, objective)
+    plan = to_step_plan(draft, tree, objective)
     return divide_long_paths(plan, tree.lengths.tolist(), max_tokens, units.cost.chunk_size) if windows else plan
 
 
@@ -103,7 +103,8 @@ def _warn_of_long_trajectories(tree: PrefixTree, units: Units, max_tokens: int) 
             )
 
 
-def _step_plan(draft: Draft, tree: PrefixTree, objective: str) -> StepPlan:
+def to_step_plan(draft: Draft, tree: PrefixTree, objective: str) -> StepPlan:
+    """The plan that a draft stands for; a window of which one consumer is left is none."""
     order = tree.sorted_order.tolist()
     first = draft.units.first.tolist()
     consumers: list[list[int]] = [[] for _ in draft.windows]
@@ -118,7 +119,9 @@ def _step_plan(draft: Draft, tree: PrefixTree, objective: str) -> StepPlan:
             continue
         trajectories = tuple(order[k] for u in b.members for k in range(first[u], first[u + 1]))
         rows, window = b.rows, None
-        if b.window is not None and len(consumers[b.window]) > 1:
+        if b.window is not None and len(consumers[b.window]) == 1:
+            rows, _ = draft.charge(b.members, None, False)  # members outside of the window's prefix share rows too
+        elif b.window is not None:
             shared = draft.windows[b.window]
             tokens = shared.tokens
             if b.window not in renumbered:
