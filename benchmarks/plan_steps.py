@@ -190,7 +190,7 @@ def main() -> None:
         records[title] = run_step(sequences, max_tokens, arguments.time_limit, arguments.workers)
     record = {
         "command": f"python benchmarks/plan_steps.py --time-limit {arguments.time_limit:g}, with $HARTS_ROLLOUTS",
-        "device": f"{os.cpu_count()} CPU cores, {platform.machine()}, shared with other work; planning in one thread",
+        "device": f"{os.cpu_count()} CPU cores, {platform.machine()}; planning in one thread",
         "versions": {"python": platform.python_version(), "numpy": np.__version__, "ortools": ortools.__version__},
         "seed": SEED,
         "ortools_time_limit_seconds": arguments.time_limit,
