@@ -103,7 +103,7 @@ def whole_step_tokens(options: dict) -> int:
 
 
 def random_plans_experts(folder: Path) -> None:
-    """Fifteen steps with experts spread over the ranks, whose all-to-alls have to meet in every layer."""
+    """Thirty steps with experts spread over the ranks, whose all-to-alls have to meet in every layer."""
     random_plans(folder, experts=True)
 
 
@@ -113,7 +113,7 @@ def random_plans(folder: Path, experts: bool = False) -> None:
     options = {
         **DDP,
         "trainer_options": {"train_dataset": step_wise_trajectories(num_episodes=16)},
-        "max_steps": 15 if experts else 30,
+        "max_steps": 30,
         "learning_rate": 0.01,
         "loss_type": "dapo",
         "num_iterations": 3,
@@ -383,6 +383,22 @@ def one_rank_fails(folder: Path) -> None:
 
     grpo_trainer.plan_step = failing_plan
     train(TreeGRPOTrainer, checkpoint, folder, **DDP, ddp_timeout=20)
+
+
+def coupled_loss(folder: Path) -> None:
+    """On rank 1 the loss couples trajectories: both ranks refuse it, neither waits for the other."""
+
+    class Coupled(TreeGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            if RANK == 0:
+                return loss
+            log_probs = self._get_per_token_logps_and_entropies(model, None, None, None)[0]
+            return loss + log_probs.mean() ** 2
+
+    checkpoint = save_checkpoint(folder / f"checkpoint{RANK}")
+    with pytest.raises(RuntimeError, match="couples trajectories.*Nothing was updated"):
+        train(Coupled, checkpoint, folder, **DDP, max_tokens_per_microbatch=60)
 
 
 def compare(name: str, tree, stock, other) -> None:

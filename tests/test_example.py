@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from accelerate.commands.config.config_args import load_config_from_file
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -159,3 +160,14 @@ def test_small_run_agrees_with_the_stock_trainer(tmp_path):
     assert norm > 0 and norm == pytest.approx(stock_norm, rel=1e-4)
     assert (tmp_path / "rollout_tree.png").exists()
     assert (tmp_path / "model.safetensors").exists()
+
+
+def test_launch_configurations():
+    """Accelerate takes each file, and understands it as its name says."""
+    types = {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "fsdp2_ep": "MULTI_GPU"}
+    files = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
+    assert {file.stem for file in files} == set(types)
+    for file in files:
+        config = load_config_from_file(str(file))
+        assert config.distributed_type == types[file.stem]
+        assert (config.fsdp_config.get("fsdp_version") == 2) == (file.stem == "fsdp2")

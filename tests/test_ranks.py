@@ -71,3 +71,8 @@ def test_an_error_on_one_rank_ends_all(tmp_path):
     result = run_ranks("one_rank_fails", 2, tmp_path, timeout=90)
     assert result.returncode != 0
     assert "rank 1 has no plan" in result.stderr
+
+
+@pytest.mark.multi
+def test_a_loss_that_couples_on_one_rank_ends_all(tmp_path):
+    check(run_ranks("coupled_loss", 2, tmp_path, timeout=90))

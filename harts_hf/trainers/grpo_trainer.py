@@ -299,7 +299,7 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
     def _report(self, model, step: PlannedStep, state: StepState) -> torch.Tensor:
         """TRL's own loss once per stock micro-batch of this rank, for loss and metrics.
 
-        Refuses a loss that coupled trajectories.
+        Refuses a loss that coupled trajectories, on all ranks if one finds it.
         """
         total = torch.zeros((), device=self.accelerator.device)
         aux: Sequence[torch.Tensor] = [total] * step.num_micro_batches
@@ -308,11 +308,15 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
                 state.sum_router_sums(step.ranks)
             aux = state.aux_losses()
         gradient_state = self.accelerator.gradient_state
+        coupling = None
         for m in step.own_micro_batches:
             gradient_state._set_sync_gradients(m == step.own_micro_batches[-1])
             final = self._oracle.report(model, state.micro_batches[m], state.loss_inputs(m, aux[m]))
-            state.refuse_coupling(m, final, self.loss_type)
+            coupling = coupling or state.coupling(m, final, self.loss_type)
             total = total + final.loss
+        coupling = next(filter(None, step.ranks.gather_objects(coupling)), None)
+        if coupling is not None:
+            raise RuntimeError(coupling)
         return total
 
     # ---- checkpoints

@@ -81,24 +81,21 @@ class StepState:
         self.entropies[m][rows, columns] = values[1]
         self.gradients[m][:, rows, columns] = values[2:]
 
-    def refuse_coupling(self, m: int, final: LossGradient, loss_type: str) -> None:
-        """Raise if the gradient with all log-probs known differs from the one that was used.
-
-        Raises:
-            RuntimeError: names the loss and the difference.
-        """
+    def coupling(self, m: int, final: LossGradient, loss_type: str) -> str | None:
+        """What to tell if the gradient with all log-probs known differs from the one that was used, else `None`."""
         for name, used, known in zip(
             ("log-probs", "entropies"), self.gradients[m], (final.log_probs, final.entropies), strict=True
         ):
             known = torch.zeros_like(used) if known is None else known.float().nan_to_num()
             difference = (used.nan_to_num() - known).abs().max()
             if difference > _COUPLING_TOLERANCE * known.abs().max():
-                raise RuntimeError(
+                return (
                     f"the loss '{loss_type}' couples trajectories: its gradient with respect to the {name} changed by "
                     f"{difference.item():.3g} once all of the step were known, so splitting the step into planned "
                     "microbatches would train on a wrong gradient. Nothing was updated. Set max_tokens_per_microbatch "
                     "so large that a step is one microbatch, and gradient_accumulation_steps=1."
                 )
+        return None
 
     def sum_router_sums(self, ranks: Ranks) -> None:
         """Make the router sums those of all ranks. Collective; each rank has added some, if only of weight 0."""
