@@ -7,6 +7,7 @@ convolution reads. Tables are built on first use and kept, so that all layers, a
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -159,7 +160,7 @@ class CompactBatch:
         key = chunk_size, tuple(boundary_rows)
         if key not in self._chunks:
             self._chunks[key] = make_chunk_layout(
-                self._linear_forest(chunk_size), self.round_plan(chunk_size), self._tensor, boundary_rows=key[1]
+                self._linear_forest(chunk_size), self.round_plan(chunk_size), _Mover(self.device), boundary_rows=key[1]
             )
         return self._chunks[key]
 
@@ -190,6 +191,17 @@ class CompactBatch:
         return self.tree.replay_forest(chunk_size) if isinstance(self.tree, ConsumerTree) else self.tree
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return _Mover(self.device)(array)
+
+
+@dataclass(frozen=True)
+class _Mover:
+    """Moves arrays to a device. A layout keeps it; a method of the batch would tie the two in a cycle, and tensors
+    would then stay on the device until Python looks for cycles."""
+
+    device: torch.device
+
+    def __call__(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
 

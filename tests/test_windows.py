@@ -304,6 +304,25 @@ def test_nothing_of_a_window_outlives_it(monkeypatch):
         gc.enable()
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_step_leaves_no_tensors_to_the_cycle_collector(recompute):
+    """What is in a reference cycle would stay on the device until Python looks for cycles, and add to the peak."""
+    model = tiny_model("bailing_hybrid").train()
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    sequences, plan = random_window_step(np.random.default_rng(0), 100, 3, 50)
+    run_step(model, plan, sequences)
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(type(x) in (torch.Tensor, torch.nn.Parameter) for x in gc.get_objects())
+        run_step(model, plan, sequences)
+        after = sum(type(x) in (torch.Tensor, torch.nn.Parameter) for x in gc.get_objects())
+    finally:
+        gc.enable()
+    assert after == before
+
+
 @pytest.mark.parametrize("model_type", TINY)
 def test_window_memory_is_what_a_window_keeps(model_type):
     """Bytes of the leaves and of their gradients, while the second consumer runs, against the planner's estimate.

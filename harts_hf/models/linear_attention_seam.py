@@ -111,7 +111,8 @@ def _chunk_seam(
         continued = harts_batch.continued_roots(CHUNK_SIZE)
         zeros = state.new_zeros(layout.num_roots - continued, *state.shape[1:])
         state = torch.cat([state.expand(continued, -1, -1, -1), zeros])
-    options = {"safe_gate": harts_safe_gate} if kind == "kda" else {}
+    # Tensor cores would round an fp32 model's decayed products to TF32, which the stock kernel does not.
+    options = {"safe_gate": harts_safe_gate and query.dtype != torch.float32} if kind == "kda" else {}
     output, states = TREE_FUNCTIONS[kind](
         queries,
         *inputs.values(),
