@@ -259,7 +259,11 @@ def test_kernels_are_told_of_a_bounded_gate(options, is_safe, monkeypatch):
 
     original = linear_attention_seam.tree_kda
     monkeypatch.setitem(linear_attention_seam.TREE_FUNCTIONS, "kda", tree_kda)
-    tree_logprobs(enable_tree_forward(tiny_model("bailing_hybrid", **options)), [[2, 3, 4], [2, 3, 5]])
+    model = enable_tree_forward(tiny_model("bailing_hybrid", **options))
+    tree_logprobs(model, [[2, 3, 4], [2, 3, 5]])
+    assert not any(safe_gate for safe_gate, *_ in calls)  # fp32
+    calls.clear()
+    tree_logprobs(model.bfloat16(), [[2, 3, 4], [2, 3, 5]])
     assert len(calls) == 2
     for safe_gate, lowest, highest in calls:
         assert safe_gate == is_safe
