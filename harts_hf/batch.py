@@ -5,9 +5,9 @@ may attend to whom, which chunks the linear-attention kernel runs and where each
 convolution reads. Tables are built on first use and kept, so that all layers, and recomputation, share them.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -159,8 +159,10 @@ class CompactBatch:
         """
         key = chunk_size, tuple(boundary_rows)
         if key not in self._chunks:
+            # A method of the batch would tie it and its layout in a cycle: tensors would wait for Python's collector.
+            to_tensor = functools.partial(_to_tensor, device=self.device)
             self._chunks[key] = make_chunk_layout(
-                self._linear_forest(chunk_size), self.round_plan(chunk_size), _Mover(self.device), boundary_rows=key[1]
+                self._linear_forest(chunk_size), self.round_plan(chunk_size), to_tensor, boundary_rows=key[1]
             )
         return self._chunks[key]
 
@@ -191,18 +193,11 @@ class CompactBatch:
         return self.tree.replay_forest(chunk_size) if isinstance(self.tree, ConsumerTree) else self.tree
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return _Mover(self.device)(array)
+        return _to_tensor(array, self.device)
 
 
-@dataclass(frozen=True)
-class _Mover:
-    """Moves arrays to a device. A layout keeps it; a method of the batch would tie the two in a cycle, and tensors
-    would then stay on the device until Python looks for cycles."""
-
-    device: torch.device
-
-    def __call__(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+def _to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
 
 class DataCollatorWithPrefixTree:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from forests import random_forest, shapes
-from tiny_models import HYBRIDS, TINY, VOCAB, byte_tokenizer, tiny_model
+from tiny_models import HYBRIDS, TINY, VOCAB, byte_tokenizer, recompute_activations, tiny_model
 
 from harts_hf import (
     DataCollatorWithPrefixTree,
@@ -167,7 +167,7 @@ def test_gradient_checkpointing(model_type, reentrant):
     sequences = random_forest(np.random.default_rng(7), VOCAB)
     model = enable_tree_forward(tiny_model(model_type)).train()
     expected = gradients(model, *tree_logprobs(model, sequences), 0)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    recompute_activations(model, use_reentrant=reentrant)
     model.enable_input_require_grads()
     actual = gradients(model, *tree_logprobs(model, sequences), 0)
     for name, gradient in expected.items():
@@ -283,7 +283,7 @@ def test_intermediates_are_kept_where_activations_are_recomputed(model_type, mon
 
     monkeypatch.setitem(linear_attention_seam.TREE_FUNCTIONS, kind, watched)
     model = enable_tree_forward(tiny_model(model_type))
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute_activations(model)
     for training in (False, True):
         kept.clear()
         tree_logprobs(model.train(training), [[2, 3, 4], [2, 3, 5]])

@@ -1,5 +1,6 @@
 """A step with sharing windows equals the same step in one microbatch, and the stock model run one by one."""
 
+import contextlib
 import gc
 import weakref
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from forests import random_forest
 from test_tree_forward import GRADIENT_TOLERANCE, LOG_PROB_TOLERANCE, expanded_logprobs, worst_gradient
-from tiny_models import HYBRIDS, TINY, VOCAB, tiny_model
+from tiny_models import HYBRIDS, TINY, VOCAB, recompute_activations, tiny_model
 from window_plans import gradients_of, one_microbatch, random_window_step, run_step, step_loss, tokens, window_plan
 
 from harts_hf import UnsupportedModelError, disable_tree_forward, enable_tree_forward
@@ -126,7 +127,7 @@ def test_recomputation(model_type, offload_producers):
     for seed, nested in ((0, None), (1, 70)):
         sequences, plan = random_window_step(np.random.default_rng(seed), 90, 3, nested)
         expected, _ = run_step(model, plan, sequences)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_activations(model)
         actual, _ = run_step(model, plan, sequences, offload_producers=offload_producers)
         model.gradient_checkpointing_disable()
         for name, gradient in expected.items():
@@ -153,7 +154,7 @@ def test_a_producer_keeps_its_checkpoints_alone(model_type, monkeypatch):
     kept = []
     for recomputed in (True, False):
         if recomputed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            recompute_activations(model)
         run_step(model, plan, sequences, scored=scored, offload_producers=True)
         model.gradient_checkpointing_disable()
         kept.append(sum(size for at, size in saved.items() if at not in parameters))
@@ -167,7 +168,7 @@ def test_a_producer_keeps_its_checkpoints_alone(model_type, monkeypatch):
 def test_reentrant_recomputation_is_refused():
     model = tiny_model("qwen3_next").train()
     sequences, plan = random_window_step(np.random.default_rng(0), 90, 2)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    recompute_activations(model, use_reentrant=True)
     with pytest.raises(UnsupportedModelError, match="use_reentrant=False"):
         run_step(model, plan, sequences)
 
@@ -214,7 +215,7 @@ def test_rows_computed_are_those_of_the_plan(recomputed):
     """Counted in the model: where the first layer's forward is called, recomputation aside."""
     model = tiny_model("bailing_hybrid").train()
     if recomputed:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_activations(model)
     sequences, plan = random_window_step(np.random.default_rng(8), 100, 4, 30)
     seen, results = [], []
     handle = model.model.layers[0].register_forward_hook(lambda _m, args, _o: seen.append(args[0].shape[1]))
@@ -240,7 +241,7 @@ def test_without_gradients_and_in_one_graph(recompute):
     model = enable_tree_forward(tiny_model("bailing_hybrid"))
     if recompute:
         model.train()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_activations(model)
     sequences, plan = random_window_step(np.random.default_rng(4), 90, 3, 40)
     trajectories = [Trajectory(s, np.arange(len(s)) > 0) for s in sequences]
     expected, log_probs = run_step(model, plan, sequences)
@@ -284,6 +285,17 @@ def test_an_exception_in_a_consumer_frees_all_boundaries(fail_at, monkeypatch):
     assert_equals_one_microbatch(model, sequences, plan, "after the failure")
 
 
+@contextlib.contextmanager
+def without_collector():
+    """Reference cycles stay, those from before are gone."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def test_nothing_of_a_window_outlives_it(monkeypatch):
     """Leaves and the producer's graph are gone after the step, without a pass of the garbage collector."""
     tensors = []
@@ -296,12 +308,9 @@ def test_nothing_of_a_window_outlives_it(monkeypatch):
     monkeypatch.setattr(Boundary, "put", put)
     model = tiny_model("bailing_hybrid")
     sequences, plan = random_window_step(np.random.default_rng(2), 90, 3, 40)
-    gc.disable()
-    try:
+    with without_collector():
         run_step(model, plan, sequences)
         assert tensors and all(reference() is None for reference in tensors)
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -309,18 +318,17 @@ def test_a_step_leaves_no_tensors_to_the_cycle_collector(recompute):
     """What is in a reference cycle would stay on the device until Python looks for cycles, and add to the peak."""
     model = tiny_model("bailing_hybrid").train()
     if recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_activations(model)
     sequences, plan = random_window_step(np.random.default_rng(0), 100, 3, 50)
     run_step(model, plan, sequences)
-    gc.collect()
-    gc.disable()
-    try:
-        before = sum(type(x) in (torch.Tensor, torch.nn.Parameter) for x in gc.get_objects())
+
+    def live_tensors():
+        return sum(type(x) in (torch.Tensor, torch.nn.Parameter) for x in gc.get_objects())
+
+    with without_collector():
+        before = live_tensors()
         run_step(model, plan, sequences)
-        after = sum(type(x) in (torch.Tensor, torch.nn.Parameter) for x in gc.get_objects())
-    finally:
-        gc.enable()
-    assert after == before
+        assert live_tensors() == before
 
 
 @pytest.mark.parametrize("model_type", TINY)

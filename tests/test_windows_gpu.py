@@ -7,7 +7,7 @@ import pytest
 import torch
 from grpo_runs import gradient_error, save_checkpoint, train
 from test_tree_forward_gpu import GPU_SIZES, skip_without_a_gated_delta_backward
-from tiny_models import TINY, tiny_model
+from tiny_models import TINY, recompute_activations, tiny_model
 from window_plans import one_microbatch, random_window_step, run_step, tokens, window_plan
 
 from harts_hf import TreeGRPOTrainer
@@ -107,7 +107,7 @@ def test_gradients_of_a_step_are_as_close_as_in_one_microbatch(model_type, recom
             model = copy.deepcopy(exact).to("cuda")
             if recompute:
                 model.train()
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                recompute_activations(model)
             found, _ = run_step(model, steps, sequences)
             squares = [(found[name].cpu() - g).square().sum() for name, g in truth.items() if g is not None]
             errors.append((sum(squares).sqrt() / scale).item())
@@ -133,7 +133,7 @@ def test_training_with_windows_on_the_gpu(tmp_path, options):
 def test_memory_is_flat_over_fifty_steps():
     """Five plans, ten times each: nothing stays behind, and each plan peaks where it did before."""
     model = tiny_model("bailing_hybrid", **GPU_SIZES["bailing_hybrid"]).to("cuda").train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute_activations(model)
     steps = [random_window_step(np.random.default_rng(seed), 60 + 50 * seed, 4, 70) for seed in range(5)]
     left, peaks = [], []
     for _ in range(10):
@@ -154,7 +154,7 @@ def test_an_open_window_keeps_the_bytes_that_the_planner_counts(model_type):
     """Behind the last consumer, when all leaves have gradients and the producer has not run backward."""
     model = tiny_model(model_type, hidden_size=256, num_hidden_layers=4, **GPU_SIZES.get(model_type, {})).to("cuda")
     model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute_activations(model)
     rng = np.random.default_rng(0)
     trunk = tokens(rng, 3000)
     sequences = [np.concatenate([trunk, tokens(rng, n)]) for n in (90, 41)]

@@ -104,6 +104,11 @@ def tiny_model(model_type: str, seed: int = 0, **overrides) -> torch.nn.Module:
     return model.eval()
 
 
+def recompute_activations(model, use_reentrant=False):
+    """Recompute each layer's activations in the backward pass of a model in training mode."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer of `VOCAB` ids at most: pad is 0, EOS is 1."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
