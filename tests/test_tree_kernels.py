@@ -130,7 +130,9 @@ def test_more_branches_than_a_group_holds():
     assert len(layout.sequences.sums.stages) == 2
 
 
-@pytest.mark.parametrize("width, activation, has_bias", [(4, "silu", True), (4, None, False), (3, "silu", False)])
+@pytest.mark.parametrize(
+    "width, activation, has_bias", [(4, "silu", True), (4, None, False), (3, "silu", False), (6, "silu", True)]
+)
 def test_convolution(width, activation, has_bias):
     batch = CompactBatch(PrefixTree.from_sequences(SHAPES["star"] + SHAPES["two-level"]), device=DEVICE)
     generator = torch.Generator().manual_seed(0)
