@@ -1,8 +1,8 @@
 """RMSNorm of rows, with a gate behind it or without, in one pass over memory forward and one backward.
 
-Triton on CUDA, torch elsewhere. flash-linear-attention 0.6 has such norms, but those of up to 512 channels are compiled
-and tuned anew for every 2,048 rows (65,536 with a gate), and a row's bits then depend on how many rows there are. Here
-the launch depends on the number of channels alone: a row has the same bits among any others.
+Triton on CUDA, torch elsewhere. flash-linear-attention 0.6 has such norms, but compiles and tunes those of up to 512
+channels anew for every 2,048 rows (65,536 with a gate), so that a row's bits may depend on how many rows there are.
+Here the launch depends on the number of channels alone: a row has the same bits among any others.
 """
 
 from typing import Literal
