@@ -6,8 +6,8 @@ Runs the model of hybrid_model.py: on a GPU Ling-3.0-tiny's shape in bf16 with r
 fp32. "Expanded" is the stock Transformers model with its own kernels, every trajectory alone; on a GPU its norms,
 SwiGLU layers and forget gates are fused, as those of all runs are, unless --modules says stock. A second process does
 every run again, at the same time and from the same seed: what differs between the two is rerun noise. With --fp32
-Expanded is run once more with all weights and activations in fp32 and stock modules, and every run is compared with that: how far the
-tree and Expanded are from the truth says more than how far they are from each other. Two parts:
+Expanded is run once more with all weights and activations in fp32 and stock modules, and every run is compared with
+that: how far the tree and Expanded are from the truth says more than how far they are from each other. Two parts:
 
 - handoffs: trajectories whose prefix comes through 0 to 5 hand-offs ("windows") or passes 0 to 5 forks in one
   microbatch ("forks"), with replay and without (chunks_at_forks.py), against Expanded: HARTS, Figure 5. Compared are
