@@ -243,6 +243,15 @@ def test_window_options_move_no_number(options, checkpoint, tmp_path):
     assert (runs[1].logs[0]["tree/windows"] > 0) == ("offload_producers" in options)
 
 
+def test_fused_modules_reach_both_models(checkpoint, tmp_path):
+    """On the CPU they run the stock forward."""
+    runs = [train(TreeGRPOTrainer, checkpoint, tmp_path, beta=0.1, fused_modules=fused) for fused in (True, False)]
+    assert gradient_error(*runs) == 0
+    for run, is_fused in zip(runs, (True, False), strict=True):
+        for model in (run.trainer.model, run.trainer.ref_model):
+            assert ("forward" in model.model.norm.__dict__) == is_fused
+
+
 def test_several_sgd_steps(checkpoint, tmp_path):
     options = {"max_steps": 5, "learning_rate": 0.05, "loss_type": "dapo"}
     stock = train(GRPOTrainer, checkpoint, tmp_path, **options)
