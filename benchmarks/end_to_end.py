@@ -16,7 +16,11 @@ groups of rollouts (`rollout_steps.py`); the optimizer's update is timed apart. 
 - `tree`: ours, planned without sharing windows, and `tree_windows` with them.
 - `rounds`, `rounds_windows`: the paper's scheme for linear attention, one packed call per round.
 - `nodewise`: one packed call per level of segments. It has no chunk boundaries, so no sharing windows.
-- `expanded_grouped_mm`, `tree_grouped_mm`: with Transformers' own experts implementation; on the first set alone.
+- `expanded_grouped_mm`, `tree_grouped_mm`: with Transformers' own experts implementation, norms, SwiGLU layers and
+  forget gates; on the first set alone.
+
+On a GPU all other variants, `expanded` and `padded` too, run norms, SwiGLU layers and forget gates fused
+(`fuse_modules`), unless --modules says stock.
 
 Times are the median of complete passes after one microbatch of warm-up; `spread` is the largest difference between
 passes, over their shortest, up to the last microbatch that all have run. Rows are counted at the embedding.
@@ -35,6 +39,7 @@ from pathlib import Path
 
 import torch
 from end_to_end_report import plot, print_table, wrong_losses
+from hybrid_model import MODULES, default_modules
 from rollout_steps import load_step, set_names
 from step_benchmark import VARIANTS, Benchmark
 
@@ -66,6 +71,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=None, help="of the model, instead of 24")
     parser.add_argument("--attention", default=None, help="of all variants but padded; see tree_attention.py")
     parser.add_argument("--experts", default="harts", help="experts implementation of all variants but those named")
+    parser.add_argument(
+        "--modules", default=default_modules(), choices=MODULES, help="of all variants but those named"
+    )
     parser.add_argument(
         "--profile",
         nargs="*",

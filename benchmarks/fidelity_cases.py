@@ -12,7 +12,7 @@ from distribution_statistics import compare_distributions, compare_experts
 from fidelity_runs import Run, chain_targets, microbatch_targets, run_chains, run_microbatch
 from gradient_samples import compare_gradients
 from handoff_steps import make_chains
-from hybrid_model import build_hybrid_model
+from hybrid_model import build_hybrid_model, choose_modules
 from rollout_steps import RolloutStep, load_step, set_names
 
 from harts_hf.planning.microbatches import plan_step
@@ -130,6 +130,7 @@ class FidelityCases:
 
     Attributes:
         model: of `build_hybrid_model`.
+        modules (`str`): "fused" or "stock".
         parts (dict): by name.
         weight_sum (`float`): of the absolute weights: equal in two processes that made the same model.
     """
@@ -137,6 +138,8 @@ class FidelityCases:
     def __init__(self, arguments):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = build_hybrid_model(device, arguments.seed, arguments.layers)
+        self.modules = arguments.modules
+        choose_modules(self.model, arguments.modules)
         sizes = SIZES[device.type]
         given = {"rows": arguments.rows, "max_length": arguments.max_length}
         sizes = dataclasses.replace(sizes, **{name: size for name, size in given.items() if size is not None})
@@ -170,6 +173,7 @@ class FidelityCases:
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "versions": {name: installed.get(name) for name in PACKAGES},
             "dtype": str(self.model.dtype).removeprefix("torch."),
+            "modules": self.modules,
             "model": {
                 "type": config.model_type,
                 "layers": config.num_hidden_layers,

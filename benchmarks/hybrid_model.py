@@ -8,6 +8,10 @@ layers, in fp32.
 import torch
 from transformers import AutoModelForCausalLM, BailingHybridConfig, PreTrainedModel
 
+from harts_hf import fuse_modules, unfuse_modules
+
+MODULES = ("fused", "stock")  # what runs norms, SwiGLU layers and forget gates
+
 PARAMETERS = 7.9e9  # of the GPU's model with all of its layers
 _LING_TINY = {
     "vocab_size": 157184,
@@ -91,3 +95,13 @@ def build_hybrid_model(
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
+
+
+def default_modules() -> str:
+    """Of `MODULES`: fused on CUDA, the only place where fused ones differ."""
+    return "fused" if torch.cuda.is_available() else "stock"
+
+
+def choose_modules(model: PreTrainedModel, modules: str) -> None:
+    """Run the model's norms, SwiGLU layers and forget gates fused or as in Transformers: one of `MODULES`."""
+    (fuse_modules if modules == "fused" else unfuse_modules)(model)

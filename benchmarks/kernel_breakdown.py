@@ -8,6 +8,7 @@ import torch
 
 # The first pattern that is found in a kernel's name decides. The head's projections are dense GEMMs by name.
 COMPONENTS = (
+    ("fused norms, SwiGLU layers and forget gates", r"_(rms_norm|swiglu|kda_gate)_(forward|backward)_kernel"),
     ("experts' SwiGLU", r"swiglu"),
     ("softmax attention", r"flash|fmha|attention|attn|cudnn.*sdpa"),
     (

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from device_timing import command_line
 from end_to_end_report import derive
-from hybrid_model import build_hybrid_model
+from hybrid_model import build_hybrid_model, choose_modules
 from kernel_breakdown import profile_components
 from rollout_steps import RolloutStep
 from step_run import StepRun
@@ -31,12 +31,14 @@ class Variant:
         linear_attention: implementation on CUDA.
         windows: whether the plan has sharing windows.
         experts: implementation; the run's by default.
+        modules: "fused" or "stock"; the run's by default.
         first_step_only: run on the first step alone.
     """
 
     linear_attention: str | None = None
     windows: bool = False
     experts: str | None = None
+    modules: str | None = None
     first_step_only: bool = False
 
 
@@ -48,8 +50,8 @@ VARIANTS = {
     "rounds": Variant("rounds"),
     "rounds_windows": Variant("rounds", windows=True),
     "nodewise": Variant("nodewise"),
-    "expanded_grouped_mm": Variant(experts="grouped_mm", first_step_only=True),
-    "tree_grouped_mm": Variant("tree", experts="grouped_mm", first_step_only=True),
+    "expanded_grouped_mm": Variant(experts="grouped_mm", modules="stock", first_step_only=True),
+    "tree_grouped_mm": Variant("tree", experts="grouped_mm", modules="stock", first_step_only=True),
 }
 STEADY = 0.03  # a spread above this asks for a third pass
 FEWEST_SECONDS = 3.0  # left for a measurement to begin
@@ -76,6 +78,7 @@ class Benchmark:
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "layers": self.model.config.num_hidden_layers,
             "experts_implementation": arguments.experts,
+            "modules": arguments.modules,
             "recomputation": "every layer, non-reentrant",
             "build_seconds": round(time.perf_counter() - build_begin, 2),
             "rows": arguments.rows,
@@ -122,6 +125,7 @@ class Benchmark:
             variants[name] = {"skipped": "out of time"}
         else:
             self.model.set_experts_implementation(variant.experts or self.arguments.experts)
+            choose_modules(self.model, variant.modules or self.arguments.modules)
             try:
                 if name == "padded":
                     variants[name] = self.measure_padded(runner)

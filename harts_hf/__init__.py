@@ -16,6 +16,8 @@ _MODULE_OF = {
     "UnsupportedModelError": "models.enable",
     "enable_tree_forward": "models.enable",
     "disable_tree_forward": "models.enable",
+    "fuse_modules": "models.fused_modules",
+    "unfuse_modules": "models.fused_modules",
     "load_sharded": "models.sharded",
     "tree_logprobs": "forward",
     "ExpertBiasCallback": "trainers.expert_bias",
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from .batch import DataCollatorWithPrefixTree
     from .forward import tree_logprobs
     from .models.enable import UnsupportedModelError, disable_tree_forward, enable_tree_forward
+    from .models.fused_modules import fuse_modules, unfuse_modules
     from .models.sharded import load_sharded
     from .planning.microbatches import plan_step
     from .planning.rounds import plan_rounds
@@ -44,10 +47,12 @@ __all__ = [
     "UnsupportedModelError",
     "disable_tree_forward",
     "enable_tree_forward",
+    "fuse_modules",
     "load_sharded",
     "plan_rounds",
     "plan_step",
     "tree_logprobs",
+    "unfuse_modules",
 ]
 
 

@@ -115,6 +115,9 @@ def test_kernels_find_their_component(benchmarks):
     names = {
         "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90": "softmax attention",
         "_conv_forward_kernel": "convolution",
+        "_rms_norm_forward_kernel": "fused norms, SwiGLU layers and forget gates",
+        "_kda_gate_backward_kernel": "fused norms, SwiGLU layers and forget gates",
+        "_forward_swiglu_kernel": "experts' SwiGLU",
         "_forward_kernel": "linear attention",
         "chunk_kda_bwd_kernel_wy_dqkg_fused": "linear attention",
         "_sum_gradient_kernel": "gathers and sums of rows, of linear attention and experts",

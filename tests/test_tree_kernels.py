@@ -130,7 +130,9 @@ def test_more_branches_than_a_group_holds():
     assert len(layout.sequences.sums.stages) == 2
 
 
-@pytest.mark.parametrize("width, activation, has_bias", [(4, "silu", True), (4, None, False), (3, "silu", False)])
+@pytest.mark.parametrize(
+    "width, activation, has_bias", [(4, "silu", True), (4, None, False), (3, "silu", False), (6, "silu", True)]
+)
 def test_convolution(width, activation, has_bias):
     batch = CompactBatch(PrefixTree.from_sequences(SHAPES["star"] + SHAPES["two-level"]), device=DEVICE)
     generator = torch.Generator().manual_seed(0)
@@ -170,6 +172,10 @@ def test_sums_of_rows_in_stages(max_part):
     assert gather(actual, index, torch.bfloat16).dtype == torch.bfloat16
     assert torch.equal(back[index.cpu() < 0], torch.zeros_like(back[index.cpu() < 0]))
     assert torch.equal(back[index.cpu() >= 0], actual.cpu()[index.cpu()[index.cpu() >= 0]])
+    apart = torch.cat([actual.flatten(1), actual.flatten(1)], dim=1)[:, 4:37].unflatten(1, (3, 11))
+    assert apart.stride(0) == 66 and torch.equal(gather(apart, index), gather(apart.contiguous(), index))
+    across = actual.transpose(1, 2)  # no row in one piece
+    assert torch.equal(gather(across, index), gather(across.contiguous(), index))
 
 
 @pytest.mark.parametrize("max_part", [2, 100])
@@ -189,6 +195,8 @@ def test_norms_of_gathered_rows(heads, group, dim, max_part):
 
     y, rstd = gather_normalized(x.to(DEVICE), rows.to(DEVICE))
     assert relative_error(y, expected.detach()) < 1e-6
+    apart = torch.cat([x, x], dim=1).to(DEVICE)[:, :heads]  # rows two heads' worth apart
+    assert torch.equal(gather_normalized(apart, rows.to(DEVICE))[0], y)
     positions = torch.tensor([7, 2, 3, 8, 6])  # any entry that holds the row
     sums = RowSums.from_index(rows.to(DEVICE), len(x), max_part)
     assert (len(sums.stages) > 1) == (max_part == 2)

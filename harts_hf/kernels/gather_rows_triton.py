@@ -14,18 +14,24 @@ def gather(x: torch.Tensor, index: torch.Tensor, dtype: torch.dtype | None = Non
     """`x[index]` with zeros at negative indices, rounded to `dtype`.
 
     Args:
-        x: `[C, ...]`, CUDA, contiguous.
+        x: `[C, ...]`, CUDA; rows may lie apart, such as in a slice of the last dim of `[C, D]`.
         index: `[M]`, int64.
         dtype: of the result; `x`'s if `None`.
     """
+    x = with_whole_rows(x)
     width = x.shape[1:].numel()
     result = torch.empty(len(index), *x.shape[1:], dtype=dtype or x.dtype, device=x.device)
     if result.numel():
         block_d = min(triton.next_power_of_2(width), MAX_WIDTH)
         block_r = TILE // block_d
         grid = (triton.cdiv(len(index), block_r), triton.cdiv(width, block_d))
-        _gather_kernel[grid](x, index, result, len(index), width, BLOCK_R=block_r, BLOCK_D=block_d)
+        _gather_kernel[grid](x, index, result, len(index), x.stride(0), width, BLOCK_R=block_r, BLOCK_D=block_d)
     return result
+
+
+def with_whole_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a contiguous copy where its rows are not contiguous in themselves."""
+    return x if len(x) and x[0].is_contiguous() else x.contiguous()
 
 
 def sum_rows(values: torch.Tensor, sums: RowSums, dtype: torch.dtype) -> torch.Tensor:
@@ -50,13 +56,13 @@ def sum_rows(values: torch.Tensor, sums: RowSums, dtype: torch.dtype) -> torch.T
 
 
 @triton.jit
-def _gather_kernel(x, index, result, num_rows, width, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+def _gather_kernel(x, index, result, num_rows, row_stride, width, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
     """Grid (row tiles, column tiles); a program copies one tile. Rows and columns past the end are masked."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     source = tl.load(index + rows, mask=rows < num_rows, other=-1)
     in_width = columns < width
-    tile = tl.load(x + source[:, None] * width + columns, mask=(source >= 0)[:, None] & in_width, other=0)
+    tile = tl.load(x + source[:, None] * row_stride + columns, mask=(source >= 0)[:, None] & in_width, other=0)
     target = result + rows[:, None] * width + columns
     tl.store(target, tile.to(result.dtype.element_ty), mask=(rows < num_rows)[:, None] & in_width)
 

@@ -36,10 +36,9 @@ def run_tree(
     options = {"scale": scale, "has_initial_states": initial_states is not None}
     if stages is kda_stages:
         options["safe_gate"] = safe_gate
-    tensors = (x.contiguous() for x in (q, k, v, g, beta))
     with torch.cuda.device(q.device):
         return _TreeLinearAttention.apply(
-            *tensors, initial_states, layout, stages, use_qk_l2norm, keep_intermediates, options
+            q, k, v, g, beta, initial_states, layout, stages, use_qk_l2norm, keep_intermediates, options
         )
 
 
@@ -78,7 +77,7 @@ class _TreeLinearAttention(torch.autograd.Function):
         q, k, v, beta, q_rstd, k_rstd, slots, *saved = ctx.saved_tensors
         layout = ctx.layout
         with torch.cuda.device(q.device):
-            do = gather(d_output.contiguous(), layout.owned_rows)[None]
+            do = gather(d_output, layout.owned_rows)[None]
             d_states = d_states.contiguous() if len(layout.requested_slots) else None
             saved = tuple(saved)
             dq, dk, dv, dg, dbeta, d_roots = ctx.stages.backward(

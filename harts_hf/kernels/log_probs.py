@@ -20,7 +20,8 @@ from . import log_probs_torch
 from .log_probs_torch import SoftmaxSums, Transform
 
 Implementation = Literal["triton", "torch"]
-_DEFAULT_TILE = {"triton": (8192, 8192), "torch": (2048, 16384)}
+_MOST_ROWS = {"triton": 32768, "torch": 2048}  # of a tile by default
+_TILE_ELEMENTS = {"triton": 2**27, "torch": 2**25}
 
 
 class LogProbs(NamedTuple):
@@ -70,10 +71,10 @@ def linear_log_probs(
         logit_scale: factor of the logits.
         softcap: > 0, bound of the scaled logits.
         with_entropy: whether entropies are computed.
-        tile: rows and vocabulary entries of the logits that exist at a time. The default is (8192, 8192) for "triton",
-            128 MiB in bf16, and (2048, 16384) for "torch", 128 MiB in fp32, where the work on it takes some four times
-            as much. More rows mean fewer passes over a part of the weight's gradient, more entries mean fewer passes
-            over the hidden states' gradient.
+        tile: rows and vocabulary entries of the logits that exist at a time. By default all rows up to 32,768 for
+            "triton" and as many entries as make 256 MiB in bf16; for "torch" up to 2,048 rows and 128 MiB in fp32,
+            where the work on it takes some four times as much. More rows mean fewer passes over a part of the weight's
+            gradient, more entries mean fewer passes over the hidden states' gradient.
         implementation: "triton", the default on CUDA but for fp64, or "torch".
 
     Returns:
@@ -107,10 +108,15 @@ def linear_log_probs(
         raise ValueError(f"hidden, weight, targets and bias must be on one device, got {sorted(map(str, devices))}")
 
     transform = Transform(logit_scale, softcap, temperature)
-    tile = tile or _DEFAULT_TILE[implementation]
+    tile = tile or _default_tile(len(hidden), implementation)
     return LogProbs(
         *_LinearLogProbs.apply(hidden, weight, bias, targets, transform, with_entropy, tile, implementation)
     )
+
+
+def _default_tile(num_rows: int, implementation: Implementation) -> tuple[int, int]:
+    rows = max(1, min(num_rows, _MOST_ROWS[implementation]))
+    return rows, _TILE_ELEMENTS[implementation] // rows // 256 * 256
 
 
 def _tile_functions(implementation: Implementation):

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .gather_rows_triton import sum_rows
+from .gather_rows_triton import sum_rows, with_whole_rows
 from .row_sums import RowSums
 
 EPSILON = 1e-6
@@ -19,12 +19,13 @@ def gather_normalized(x: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tenso
     """`x[index]` with every head divided by its norm, and the reciprocal norms.
 
     Args:
-        x: `[C, H, K]`, CUDA, contiguous.
+        x: `[C, H, K]`, CUDA; rows may lie apart.
         index: `[M]`, int64, all >= 0.
 
     Returns:
         `[M, H, K]` in `x`'s dtype, and `[M, H]` in fp32.
     """
+    x = with_whole_rows(x)
     num_heads, dim = x.shape[1:]
     y = x.new_empty(len(index), num_heads, dim)
     rstd = torch.empty(len(index), num_heads, dtype=torch.float32, device=x.device)
@@ -32,7 +33,7 @@ def gather_normalized(x: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tenso
     block_t = max(1, TILE // block_d)
     if y.numel():
         _gather_normalized_kernel[(triton.cdiv(len(index) * num_heads, block_t),)](
-            x, index, y, rstd, len(index) * num_heads, EPSILON, H=num_heads, D=dim, BT=block_t, BD=block_d
+            x, index, y, rstd, len(index) * num_heads, x.stride(0), EPSILON, H=num_heads, D=dim, BT=block_t, BD=block_d
         )
     return y, rstd
 
@@ -77,15 +78,25 @@ def sum_normalized_gradients(
 
 @triton.jit
 def _gather_normalized_kernel(
-    x, index, y, rstd, num_vectors, epsilon, H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
+    x,
+    index,
+    y,
+    rstd,
+    num_vectors,
+    row_stride,
+    epsilon,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
 ):
     """Grid (vector tiles); a program owns BT heads of consecutive tokens. What is past an end is masked."""
     vectors = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     channels = tl.arange(0, BD)
     m_t = vectors < num_vectors
     mask = m_t[:, None] & (channels < D)[None, :]
-    source = tl.load(index + vectors // H, mask=m_t, other=0) * H + vectors % H
-    tile = tl.load(x + source[:, None] * D + channels[None, :], mask=mask, other=0.0).to(tl.float32)
+    source = tl.load(index + vectors // H, mask=m_t, other=0) * row_stride + vectors % H * D
+    tile = tl.load(x + source[:, None] + channels[None, :], mask=mask, other=0.0).to(tl.float32)
     scale = 1 / tl.sqrt(tl.sum(tile * tile, 1) + epsilon)
     tl.store(y + vectors[:, None] * D + channels[None, :], (tile * scale[:, None]).to(y.dtype.element_ty), mask=mask)
     tl.store(rstd + vectors, scale, mask=m_t)

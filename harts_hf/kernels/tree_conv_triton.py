@@ -14,7 +14,9 @@ from .tree_conv import ConvLayout
 
 BLOCK_D = 256
 FORWARD_ROWS = 16
+WEIGHT_BLOCK_ROWS = 8  # of a tile beside the sums of its taps
 WEIGHT_ROWS = 256  # rows whose weight gradients one program adds
+TAPS = 4  # of whose gradients one program of `_weight_kernel` has sums
 
 
 def run_tree_conv(
@@ -60,7 +62,8 @@ class _TreeConv(torch.autograd.Function):
         d_linear = torch.empty_like(x, dtype=weight.dtype)  # gradient before the activation
         d_taps = torch.empty(num_blocks, weight.shape[1] + 1, x.shape[1], dtype=torch.float32, device=x.device)
         if x.numel():
-            _weight_kernel[_grid(x, WEIGHT_ROWS)](
+            grid = (*_grid(x, WEIGHT_ROWS), triton.cdiv(ctx.layout.width, TAPS))
+            _weight_kernel[grid](
                 x,
                 weight,
                 x if bias is None else bias,
@@ -71,8 +74,7 @@ class _TreeConv(torch.autograd.Function):
                 len(x),
                 D=x.shape[1],
                 W=ctx.layout.width,
-                TAPS=triton.next_power_of_2(ctx.layout.width),
-                BLOCK_R=FORWARD_ROWS,
+                BLOCK_R=WEIGHT_BLOCK_ROWS,
                 ROWS=WEIGHT_ROWS,
                 BLOCK_D=BLOCK_D,
                 HAS_BIAS=bias is not None,
@@ -95,16 +97,17 @@ def _sum_reads(d_linear: torch.Tensor, weight: torch.Tensor, reads: RowSums, dty
     result_dtype = dtype if is_last else torch.float32
     result = torch.empty(len(offsets) - 1, d_linear.shape[1], dtype=result_dtype, device=d_linear.device)
     if result.numel():
-        grid = (len(result), triton.cdiv(d_linear.shape[1], 4 * BLOCK_D))
-        _read_kernel[grid](
+        _read_kernel[_grid(result, FORWARD_ROWS)](
             d_linear,
-            weight,
+            weight.t().contiguous(),
             offsets,
             entries,
             result,
+            len(result),
             D=d_linear.shape[1],
             W=weight.shape[1],
-            BLOCK_D=4 * BLOCK_D,
+            BLOCK_R=FORWARD_ROWS,
+            BLOCK_D=BLOCK_D,
         )
     if is_last:
         return result
@@ -154,6 +157,14 @@ def _conv_forward_kernel(
 
 
 @triton.jit
+def _read_tap(x, ancestors, rows, m_r, columns, m_d, tap, D: tl.constexpr, W: tl.constexpr):
+    """What a tap reads for each row, fp32; zeros before the trajectory's start and for a tap past the last."""
+    source = tl.load(ancestors + rows * W + tap, mask=m_r & (tap < W), other=-1)
+    mask = (source >= 0)[:, None] & m_d[None, :]
+    return tl.load(x + source[:, None] * D + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _weight_kernel(
     x,
     weight,
@@ -165,21 +176,25 @@ def _weight_kernel(
     num_rows,
     D: tl.constexpr,
     W: tl.constexpr,
-    TAPS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Grid (blocks of ROWS rows, column tiles): a program writes the gradient before the activation of its rows, and
-    the sum over them of the gradients of the taps and the bias. Rows and columns past the end are masked."""
+    """Grid (blocks of ROWS rows, column tiles, fours of taps): a program writes the sums over its rows of the
+    gradients of its taps; the first of a block also the sum of the bias's and, for each row, the gradient before the
+    activation. Rows and columns past the end are masked."""
     block = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    first = tl.program_id(2) * 4
     m_d = columns < D
-    taps = tl.arange(0, TAPS)
-    total = tl.zeros([TAPS, BLOCK_D], dtype=tl.float32)
-    total_bias = tl.zeros([BLOCK_D], dtype=tl.float32)
+    # Sums stay apart for each row of a tile until the end: one reduction over threads instead of one a tile.
+    total_0 = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
+    total_1 = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
+    total_2 = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
+    total_3 = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
+    total_bias = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
     for i in range(0, ROWS, BLOCK_R):
         rows = block * ROWS + i + tl.arange(0, BLOCK_R)
         m_r = rows < num_rows
@@ -191,29 +206,50 @@ def _weight_kernel(
             gate = tl.sigmoid(linear)
             grad = grad * gate * (1 + linear * (1 - gate))
         grad = grad.to(d_linear.dtype.element_ty)
-        tl.store(d_linear + o_rd, grad, mask=mask)
+        if first == 0:
+            tl.store(d_linear + o_rd, grad, mask=mask)
         grad = grad.to(tl.float32)
-        total_bias += tl.sum(grad, axis=0)
-        for tap in tl.static_range(W):
-            source = tl.load(ancestors + rows * W + tap, mask=m_r, other=-1)
-            m_s = (source >= 0)[:, None] & m_d[None, :]
-            value = tl.load(x + source[:, None] * D + columns[None, :], mask=m_s, other=0.0).to(tl.float32)
-            total += tl.where((taps == tap)[:, None], tl.sum(grad * value, axis=0)[None, :], 0.0)
-    base = d_taps + block * (W + 1) * D
-    tl.store(base + taps[:, None] * D + columns[None, :], total, mask=(taps < W)[:, None] & m_d[None, :])
-    tl.store(base + W * D + columns, total_bias, mask=m_d)
+        if HAS_BIAS:
+            total_bias += grad
+        total_0 += grad * _read_tap(x, ancestors, rows, m_r, columns, m_d, first, D, W)
+        total_1 += grad * _read_tap(x, ancestors, rows, m_r, columns, m_d, first + 1, D, W)
+        total_2 += grad * _read_tap(x, ancestors, rows, m_r, columns, m_d, first + 2, D, W)
+        total_3 += grad * _read_tap(x, ancestors, rows, m_r, columns, m_d, first + 3, D, W)
+    base = d_taps + block * (W + 1) * D + columns
+    tl.store(base + first * D, tl.sum(total_0, axis=0), mask=m_d)
+    tl.store(base + (first + 1) * D, tl.sum(total_1, axis=0), mask=m_d & (first + 1 < W))
+    tl.store(base + (first + 2) * D, tl.sum(total_2, axis=0), mask=m_d & (first + 2 < W))
+    tl.store(base + (first + 3) * D, tl.sum(total_3, axis=0), mask=m_d & (first + 3 < W))
+    tl.store(base + W * D, tl.sum(total_bias, axis=0), mask=m_d & (first == 0))
 
 
 @triton.jit
-def _read_kernel(d_linear, weight, offsets, entries, result, D: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Grid (results, column tiles): a program adds the reads of one list. Columns past the end are masked."""
-    row = tl.program_id(0).to(tl.int64)
+def _read_kernel(
+    d_linear,
+    taps,  # [W, D]
+    offsets,
+    entries,
+    result,
+    num_results,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (result tiles, column tiles): a program adds the reads of its tile's lists, all lists side by side.
+    Results and columns past the end are masked."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    m_d = columns < D
-    total = tl.zeros([BLOCK_D], dtype=tl.float32)
-    for i in range(tl.load(offsets + row), tl.load(offsets + row + 1)):
-        entry = tl.load(entries + i)
+    m_r, m_d = rows < num_results, columns < D
+    begins = tl.load(offsets + rows, mask=m_r, other=0)
+    lengths = tl.load(offsets + rows + 1, mask=m_r, other=0) - begins
+    total = tl.zeros([BLOCK_R, BLOCK_D], dtype=tl.float32)
+    for i in range(tl.max(lengths, axis=0)):
+        m_i = i < lengths
+        entry = tl.load(entries + begins + i, mask=m_i, other=0)
         reader, tap = entry // W, entry % W
-        grad = tl.load(d_linear + reader * D + columns, mask=m_d, other=0.0).to(tl.float32)
-        total += grad * tl.load(weight + columns * W + tap, mask=m_d, other=0.0).to(tl.float32)
-    tl.store(result + row * D + columns, total.to(result.dtype.element_ty), mask=m_d)
+        mask = m_i[:, None] & m_d[None, :]
+        grad = tl.load(d_linear + reader[:, None] * D + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += grad * tl.load(taps + tap[:, None] * D + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    target = result + rows[:, None] * D + columns[None, :]
+    tl.store(target, total.to(result.dtype.element_ty), mask=m_r[:, None] & m_d[None, :])

@@ -40,6 +40,10 @@ class TreeGRPOConfig(GRPOConfig):
             micro-batches go to the processes that run a part of them, and log-probs come back. `False`: each process
             plans and runs its own trajectories, and nothing moves; not with FSDP. The result does not depend on it
             beyond rounding.
+        fused_modules (`bool`, *optional*, defaults to `False`):
+            Run the norms, SwiGLU layers and KDA forget gates of the model, and of a reference model, in fused kernels
+            on CUDA ([`fuse_modules`]). They round once where stock modules may round between, so that results differ
+            by rounding; off by default for that reason.
 
     Raises:
         ValueError: `max_tokens_per_microbatch` is below 1, `max_window_gib` is no size or set without
@@ -68,6 +72,10 @@ class TreeGRPOConfig(GRPOConfig):
     exchange_trajectories: bool = field(
         default=True,
         metadata={"help": "Plan the trajectories of all processes as one step, and run each where the plan puts it."},
+    )
+    fused_modules: bool = field(
+        default=False,
+        metadata={"help": "Run norms, SwiGLU layers and KDA forget gates in fused kernels on CUDA."},
     )
 
     def __post_init__(self):

@@ -20,6 +20,7 @@ from harts_hf.execution import ForwardOptions, MicrobatchResult, forward_plan, t
 from harts_hf.forward import check_token_ids
 from harts_hf.models.checkpoint import reload_weights
 from harts_hf.models.enable import causal_lm_of, enable_tree_forward, refuse_dropout
+from harts_hf.models.fused_modules import fuse_modules
 from harts_hf.models.routing import RouterSums, load_balancing_loss, router_sums
 from harts_hf.planning.microbatches import plan_step
 from harts_hf.planning.window_memory import WindowMemory
@@ -96,10 +97,14 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
         self._tree_options = self.args if isinstance(self.args, TreeGRPOConfig) else TreeGRPOConfig
         options = self._tree_options
         refuse_options(self, options.sharing_windows, options.exchange_trajectories)
-        enable_tree_forward(self.model)
-        refuse_dropout(causal_lm_of(self.model))
+        models = [self.model]
         if self.ref_model is not None:
-            enable_tree_forward(self.accelerator.unwrap_model(self.ref_model))
+            models.append(self.accelerator.unwrap_model(self.ref_model))
+        for model in models:
+            enable_tree_forward(model)
+            if options.fused_modules:
+                fuse_modules(model)
+        refuse_dropout(causal_lm_of(self.model))
         self._window_memory = self._bound_windows()
         self._oracle = LossOracle(self)
         self.expert_loads: torch.Tensor | None = None  # of the last optimizer step and this process, [L, E]
