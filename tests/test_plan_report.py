@@ -77,14 +77,17 @@ def test_window_memory_of_known_configs():
     kda |= {"num_attention_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
     config = CONFIG_MAPPING["kimi_linear"](**size, **kda, layer_types=hybrid, linear_conv_kernel_dim=4)
     memory = WindowMemory.from_config(config, max_bytes=10**6)
-    assert memory.row_bytes == 1 * 4 * (8 + 4 + 10) * (2 + 4) + 2 * (4 + 4) + 4 * 32 * 2
+    handed_over = 1 * 4 * (8 + 4 + 10) * (2 + 4) + 2 * (4 + 4)
+    assert memory.row_bytes == handed_over + (4 + 2) * 32 * 2 + 4 + (8 + 4 + 4) * 8
     replayed = 63 * (3 * 16 + 2)  # k, v, g and beta
     assert memory.boundary_bytes == 32 * (2 + 4) + 3 * (2 * 8 * 8 * (4 + 4) + (3 * 3 * 16 + replayed) * (2 + 4))
     assert memory.window_bytes(memory.max_prefix_tokens) <= 10**6 < memory.window_bytes(memory.max_prefix_tokens + 1)
 
     softmax = CONFIG_MAPPING["qwen3"](**size, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     memory = WindowMemory.from_config(softmax, max_bytes=10**6, checkpoints=False)
-    assert (memory.row_bytes, memory.boundary_bytes) == (4 * (2 * 2 * 8) * (2 + 4) + 16, 32 * (2 + 4))
+    cosines_and_sines = 2 * 8 * 2
+    assert memory.row_bytes == 4 * (2 * 2 * 8) * (2 + 4) + 16 + cosines_and_sines + 8 * 8
+    assert memory.boundary_bytes == 32 * (2 + 4)
     for model_type in SOFTMAX_WIDTH:
         assert WindowMemory.from_config(CONFIG_MAPPING[model_type](), 2**33).max_prefix_tokens > 1000
     with pytest.raises(ValueError, match="no window memory for model type 'gpt2'"):

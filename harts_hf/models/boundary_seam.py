@@ -1,10 +1,12 @@
-"""The boundary seam: numbers of layers, handing over, and what recomputation must not be."""
+"""The boundary seam: numbers of layers, handing over, and how a producer recomputes."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from harts_hf.batch import CompactBatch
 
@@ -42,6 +44,24 @@ def hand_over(batch: CompactBatch, layer: int, name: str, own: torch.Tensor, dim
     return own if batch.starts_from is None else batch.starts_from.before(own, layer, name, dim=dim)
 
 
+@contextlib.contextmanager
+def recompute_final_norm(backbone: torch.nn.Module) -> Iterator[None]:
+    """Let the norm behind the layers keep its input alone, and recompute the rest in the backward pass.
+
+    It stands outside of Transformers' checkpoints. The stock one keeps its input in fp32 and its normalized rows, and
+    those of a producer would wait until its consumers have run.
+    """
+    norm = backbone.get_submodule("norm")
+    instance_forward = norm.__dict__.get("forward")
+    norm.forward = functools.partial(checkpoint, norm.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        del norm.forward
+        if instance_forward is not None:
+            norm.forward = instance_forward
+
+
 def refuse_reentrant_checkpointing(backbone: torch.nn.Module) -> None:
     """Raise if activations are recomputed in reentrant mode.
 
@@ -52,8 +72,8 @@ def refuse_reentrant_checkpointing(backbone: torch.nn.Module) -> None:
     """
     for module in backbone.modules():
         if getattr(module, "gradient_checkpointing", False) and backbone.training:
-            checkpoint: Any = module._gradient_checkpointing_func  # a partial of torch's, with the user's options
-            if checkpoint.keywords.get("use_reentrant", True):
+            function: Any = module._gradient_checkpointing_func  # a partial of torch's, with the user's options
+            if function.keywords.get("use_reentrant", True):
                 raise UnsupportedModelError(
                     "sharing windows need gradient checkpointing with use_reentrant=False: in reentrant mode a "
                     "boundary's gradients would be lost. Set gradient_checkpointing_kwargs={'use_reentrant': False}, "

@@ -24,7 +24,7 @@ from harts_hf.kernels.log_probs import linear_log_probs
 
 from . import fused_experts  # noqa: F401  makes its name known to Transformers
 from .attention_seam import install_attention_seam
-from .boundary_seam import hand_over, number_layers, refuse_reentrant_checkpointing
+from .boundary_seam import hand_over, number_layers, recompute_final_norm, refuse_reentrant_checkpointing
 from .families import Family, UnsupportedModelError, family_of
 from .linear_attention_seam import install_linear_attention_seam
 from .routing import record_expert_loads
@@ -243,7 +243,13 @@ class _TreeForward:
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.device)
         masks = {name: None if name == "linear_attention" else mask for name in self.family.layer_types}
         extra = {"output_router_logits": True} if with_router_logits else {}
-        with number_layers(backbone), record_expert_loads(backbone, self.family, batch.counts) as loads:
+        recomputes = backbone.is_activation_checkpointing and backbone.training
+        is_producer = batch.produces is not None
+        with (
+            number_layers(backbone),
+            recompute_final_norm(backbone) if recomputes and is_producer else contextlib.nullcontext(),
+            record_expert_loads(backbone, self.family, batch.counts) as loads,
+        ):
             output = backbone(
                 input_ids=batch.token_ids[None],
                 position_ids=batch.position_ids[None],
@@ -252,7 +258,7 @@ class _TreeForward:
                 harts_batch=batch,
                 harts_safe_gate=self.family.has_safe_gate(self.model.config.get_text_config()),
                 **self.implementations,
-                harts_recomputes=backbone.is_activation_checkpointing and backbone.training,
+                harts_recomputes=recomputes,
                 **extra,
             )
         hidden = output.last_hidden_state.squeeze(0)

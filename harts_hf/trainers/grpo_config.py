@@ -28,6 +28,7 @@ class TreeGRPOConfig(GRPOConfig):
         max_window_gib (`float`, *optional*):
             Most memory that a window may keep alive, in GiB, estimated from the model's config; not bounded by
             default. Needs `gradient_checkpointing`. Prefixes that would take more are computed in each microbatch.
+            Router logits, which an auxiliary loss asks for, are not in the estimate, nor is a dense attention mask.
             The pieces of a trajectory above `max_tokens_per_microbatch` are not bounded.
         offload_producers (`bool`, *optional*, defaults to `False`):
             Keep what the backward of a window's producer needs, apart from what it hands over, in host memory while

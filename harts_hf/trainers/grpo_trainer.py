@@ -405,7 +405,7 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
         return WindowMemory.from_config(
             model.config.get_text_config(),
             int(options.max_window_gib * 2**30),
-            dtype_bytes=2 if self.args.bf16 or self.args.fp16 else model.dtype.itemsize,
+            dtype_bytes=model.dtype.itemsize,
             checkpoints=not options.offload_producers,
         )
 
