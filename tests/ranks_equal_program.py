@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import ParallelismConfig
-from grpo_runs import Run, save_checkpoint, train
+from grpo_runs import Run, gradient_error, save_checkpoint, train
 from ranks_program import DDP, RANK, assert_equal_on_ranks, compare, force_fsdp_on_cpu, main, plan_of_lengths
 from test_trajectories import StockOnTrajectories, step_wise_trajectories
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -158,6 +158,59 @@ def uneven_ranks(folder: Path) -> None:
             placements = next(tree.trainer.model.parameters()).placements
             assert placements == (Replicate(), Shard(0)), placements
         grpo_trainer.plan_step = given
+
+
+BF16_RUNS = {
+    "autocast": {"bf16": True},
+    "model": {"dtype": torch.bfloat16},
+}
+
+
+def bf16(folder: Path) -> None:
+    """Computing in bf16, ranks agree with each other, and with one rank up to what bf16 costs there."""
+    from peft import LoraConfig
+
+    checkpoint = save_checkpoint(folder / f"checkpoint{RANK}", first_k_dense_replace=1)
+    force_fsdp_on_cpu()
+    options = {**options_of("dapo", 2), **WINDOWS}
+    gloo = {"ddp_backend": "gloo"}
+    load = partial(load_sharded, checkpoint, fsdp_size=2, ep_size=2)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+
+    def run(**case) -> Run:
+        return train(TreeGRPOTrainer, checkpoint, folder, **options, **case)
+
+    # In fp32, adapters of a model whose experts are spread.
+    stock = train(StockOnTrajectories, checkpoint, folder, **options_of("dapo", 2), **DDP, lora=lora)
+    adapters = run(**gloo, load=load, lora=lora)
+    assert all(("lora" in name) == p.requires_grad for name, p in adapters.trainer.model.named_parameters())
+    compare("adapters, FSDP2, EP2", adapters, stock, stock)
+    assert_equal_on_ranks("adapters, FSDP2, EP2", adapters.parameters)
+
+    cases = {
+        "DDP": ("autocast", {**DDP, "bf16": True}),
+        "DDP, bf16 model": ("model", {**DDP, "dtype": torch.bfloat16}),
+        "FSDP2, EP2": ("autocast", {**gloo, "load": partial(load, mixed_precision=True)}),
+        "FSDP2": ("autocast", {**gloo, "fsdp": True, "bf16": True}),
+        "FSDP2, bf16 model": ("autocast", {**gloo, "fsdp": True, "bf16": True, "dtype": torch.bfloat16}),
+    }
+    truth = Run(**torch.load(folder / "fp32.pt"))
+    for name, (reference, case) in cases.items():
+        tree = run(**case)
+        assert all(torch.isfinite(p).all() for p in tree.parameters.values()), name
+        assert_equal_on_ranks(name, tree.parameters)
+        alone = Run(**torch.load(folder / f"{reference}.pt"))
+        error, noise = gradient_error(tree, truth), gradient_error(alone, truth)
+        print(f"rank {RANK}: bf16, {name}: gradient {error:.1e} (one rank {noise:.1e})", flush=True)
+        assert error <= 2 * noise, name
+        loss, expected = tree.logs[0]["loss"], alone.logs[0]["loss"]
+        assert abs(loss - expected) <= 2**-7 * max(abs(expected), 1), name
+    with pytest.raises(ValueError, match="parameters of several dtypes.*bf16=True"):
+        run(**gloo, fsdp=True, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="parameters of several dtypes.*mixed_precision=True"):
+        load(dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="a second time"):
+        run(**gloo, fsdp=True, load=load)
 
 
 if __name__ == "__main__":

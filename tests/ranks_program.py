@@ -343,6 +343,10 @@ def deep_tree(folder: Path) -> None:
         assert np.array_equal(got.token_ids, given.token_ids) and np.array_equal(got.scored, given.scored)
         assert (got.micro_batch - 4 * RANK, got.row, got.first_column) == (given.micro_batch, given.row, -1)
     tree = PrefixTree.from_sequences([t.token_ids for t in shared.trajectories])
+    others = [t for t in shared.trajectories if shared.homes[t.micro_batch] != RANK]
+    # 4 bytes a token; of the header 2 numbers, 2 a micro-batch and 4 a trajectory, of 8 bytes
+    assert ranks.received_bytes == 4 * sum(len(t.token_ids) for t in others) + 8 * (2 + 2 * 4 + 4 * len(others))
+    assert 0 < ranks.seconds <= share_seconds
     step = PlannedStep(ranks, shared, plan_step(tree, 2048, 2, windows=True))
     start, before = time.perf_counter(), ranks.received_bytes
     inputs = [{"ids": torch.full(shape, 10 * RANK + m), "scale": torch.tensor(0.5)} for m, shape in enumerate(shapes)]
