@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, parse_flag_from_env
 from transformers import PreTrainedModel
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.training_args import OptimizerNames
@@ -55,8 +55,9 @@ def refuse_options(trainer: GRPOTrainer, sharing_windows: bool, exchange_traject
     Raises:
         NotImplementedError: DeepSpeed, the first FSDP, tensor or context parallelism, a model that is sharded at load
             time, or images.
-        ValueError: FSDP that is not on, FSDP with `exchange_trajectories=False`, `torch_compile`, embedding noise, an
-            optimizer that updates in the backward pass, or sharing windows with reentrant gradient checkpointing.
+        ValueError: FSDP that is not on, FSDP with `exchange_trajectories=False`, with parameters of several dtypes or
+            of a model that is sharded already, `torch_compile`, embedding noise, an optimizer that updates in the
+            backward pass, or sharing windows with reentrant gradient checkpointing.
     """
     args = trainer.args
     kwargs = args.gradient_checkpointing_kwargs  # without the key, torch's default holds
@@ -93,6 +94,11 @@ def _refuse_parallelism(trainer: GRPOTrainer, exchange_trajectories: bool) -> No
             "(accelerate launch)."
         )
     if trainer.is_distributed_loading_by_transformers:
+        if accelerator.distributed_type == DistributedType.FSDP:
+            raise ValueError(
+                "the model was sharded while it was loaded, and FSDP of the launcher or of fsdp= would shard it a "
+                "second time. Launch without FSDP (examples/accelerate/fsdp2_ep.yaml)."
+            )
         _refuse_sharded_model(causal_lm_of(trainer.model), exchange_trajectories)
         return
     parallelism = accelerator.parallelism_config
@@ -102,10 +108,11 @@ def _refuse_parallelism(trainer: GRPOTrainer, exchange_trajectories: bool) -> No
             "Set tp_size, cp_size and sp_size to 1; max_tokens_per_microbatch bounds the memory of long trajectories."
         )
     if accelerator.distributed_type != DistributedType.FSDP:
-        if trainer.args.fsdp:
+        # The launcher asks for it by Accelerate's own variable alone.
+        if trainer.args.fsdp or parse_flag_from_env("ACCELERATE_USE_FSDP"):
             raise ValueError(
                 f"FSDP was asked for, but accelerate runs {accelerator.distributed_type} (on the CPU it ignores FSDP "
-                "without a word). Leave fsdp out, or use GPUs."
+                "without a word). Leave FSDP out, or use GPUs."
             )
         return
     if not accelerator.is_fsdp2:
@@ -114,6 +121,12 @@ def _refuse_parallelism(trainer: GRPOTrainer, exchange_trajectories: bool) -> No
         raise ValueError(
             "fsdp_config's activation_checkpointing wraps the layers, which hides them from sharing windows. Set it "
             "to False, and gradient_checkpointing=True."
+        )
+    dtypes = {parameter.dtype for parameter in trainer.model.parameters()}
+    if len(dtypes) > 1 and accelerator.mixed_precision == "no":
+        raise ValueError(
+            f"the model has parameters of several dtypes, {sorted(map(str, dtypes))}, and FSDP2 wants one: set "
+            "bf16=True (mixed precision keeps them in fp32), or load the model with dtype fp32"
         )
     _refuse_local_plans(exchange_trajectories)
 
