@@ -26,7 +26,7 @@ import ortools
 from plan_comparators import ortools_plan, place_longest_first, random_order, token_budget
 from plan_evaluator import count_rows, evaluate, of_step_plan
 
-from harts_hf.planning.bounds import least_rows, least_slot_critical_rows
+from harts_hf.planning.bounds import EXACT_UNITS, least_rows, least_slot_critical_rows
 from harts_hf.planning.cost import CostModel
 from harts_hf.planning.microbatches import plan_step
 from harts_hf.planning.units import Units
@@ -95,12 +95,12 @@ def gain_of_windows(tree: PrefixTree, plain: dict, shared: dict, working_replica
     }
 
 
-def bounds_of_l1(units: Units, max_tokens: int, num_replicas: int, num_slots: int) -> dict:
+def bounds_of_l1(units: Units, max_tokens: int, num_replicas: int, num_slots: int, least_total: int) -> dict:
     """Rows that plans without windows compute at least: with a microbatch in every cell, and along the slots."""
     num_cells = min(num_slots * num_replicas, len(units))
     return {
-        "aligned_rows": least_rows(units, max_tokens, num_cells),
-        "slot_critical_rows": least_slot_critical_rows(units, max_tokens, num_replicas),
+        "aligned_rows": least_rows(units, max_tokens, num_cells, EXACT_UNITS),
+        "slot_critical_rows": least_slot_critical_rows(units, max_tokens, num_replicas, least_total),
     }
 
 
@@ -124,7 +124,7 @@ def run_step(sequences, max_tokens: int, time_limit: float, workers: int) -> dic
         "trajectories": tree.num_trajectories,
         "expanded_tokens": tree.num_tokens,
         "step_minimum_rows": tree.num_rows,
-        "bound_rows_without_windows": least_rows(units, max_tokens),
+        "bound_rows_without_windows": least_rows(units, max_tokens, exact_units=EXACT_UNITS),
         "longest": int(tree.lengths.max()),
         "max_tokens": max_tokens,
         "tree_seconds": round(build_seconds[0], 4),
@@ -154,7 +154,8 @@ def run_step(sequences, max_tokens: int, time_limit: float, workers: int) -> dic
         for name, (bins, seconds) in baselines.items():
             slots = place_longest_first(bins, baseline_rows[name], num_replicas)
             plans[name] = summary(evaluate(sequences, slots, [], max_tokens), seconds)
-        bounds = bounds_of_l1(units, max_tokens, num_replicas, plans["l1"]["slots"])
+        least_total = record["bound_rows_without_windows"]
+        bounds = bounds_of_l1(units, max_tokens, num_replicas, plans["l1"]["slots"], least_total)
         record["replicas"][str(num_replicas)] = plans
         record["bounds_of_l1"][str(num_replicas)] = bounds
         print(f"  DP {num_replicas:>2} bounds of L1: {bounds}")

@@ -34,7 +34,7 @@ LEVEL_STEPS_PER_SEAT = 5  # units of a round for each unit and bin, at most: ann
 EVEN_ENOUGH = 0.985  # a draft whose balance by work is above is not annealed
 ANNEALED = 2  # of those, drafts that are annealed
 ANNEAL_STEPS = 150_000  # units of a round
-ANNEAL_HEATS = (1.0, 0.5, 0.2, 0.1)  # its rounds, with placement improved in between
+ANNEAL_HEATS = (1.0, 0.5, 0.2, 0.1, 0.02)  # its rounds, with placement improved in between
 
 
 def plan_with_windows(

@@ -19,7 +19,7 @@ from .units import Units
 
 SEED = 0
 STEP_OVERHEAD = 20  # a step costs as much as packing this many units
-PATIENCE = 10  # steps without a gain, for each unit and bin, after which the search ends
+STEPS_PER_SEAT = 50  # units packed again for each unit and bin, at most: a small step is searched through sooner
 BIN_WORK = 0.02  # of the budget: what a bin is taken to cost in addition
 BINS_TAKEN = (3, 4, 6, 8, 10)
 MAX_PIECES = 32  # subtrees that a filling chooses from; more of them are joined to neighbours
@@ -37,17 +37,16 @@ def repack(
         units: ordered units.
         bins: increasing lists of units.
         max_rows: most rows of a bin; a unit above it stays a bin of its own.
-        unit_steps: units packed again over all steps, which bounds the time whatever the bins hold.
+        unit_steps: most units packed again over all steps, which bounds the time whatever the bins hold.
         even: let the sum of squared rows fall instead of grow, so that bins come closer to each other.
         bound_rows: a lower bound of all bins' rows; the search ends when as few bins as hold it have no more rows.
     """
     search = _Repacking(units, max_rows, bins, even)
-    idle_steps = 0
+    unit_steps = min(unit_steps, STEPS_PER_SEAT * len(units) * len(bins))
     least_bins = max(2, -(-bound_rows // max_rows) - len(search.fixed))
-    while len(search.bins) > 1 and unit_steps > 0 and idle_steps < PATIENCE * len(units) * len(search.bins):
+    while len(search.bins) > 1 and unit_steps > 0:
         repacked, gained = search.step()
         unit_steps -= repacked + STEP_OVERHEAD
-        idle_steps = 0 if gained else idle_steps + 1
         if gained and len(search.bins) <= least_bins and search.total_rows <= bound_rows:
             break
     return search.fixed + search.bins

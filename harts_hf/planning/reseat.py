@@ -7,7 +7,7 @@ order, while the sum over slots of the heaviest bin falls.
 
 from .draft import Bin, Draft
 
-MAX_BLOCKS = 150  # with more blocks, only neighbours and consumers change order
+MAX_BLOCKS = 500  # with more blocks, only neighbours and consumers change order
 MAX_PASSES = 4
 
 
@@ -31,6 +31,7 @@ class _Seating:
             else:
                 column.append([b])
             self.work[b.slot][b.replica] = b.work
+        self.heaviest = [max(row) for row in self.work]
 
     def improve(self) -> bool:
         improved = False
@@ -49,12 +50,13 @@ class _Seating:
     def _try(self, seats: list[tuple[Bin, int, int]]) -> bool:
         """Seat bins at (slot, replica), among themselves, if the sum of the heaviest falls."""
         slots = {slot for _, slot, _ in seats}
-        before = sum(max(self.work[slot]) for slot in slots)
         for b, slot, replica in seats:
             self.work[slot][replica] = b.work
-        if sum(max(self.work[slot]) for slot in slots) < before:
+        if sum([max(self.work[slot]) - self.heaviest[slot] for slot in slots]) < 0:
             for b, slot, replica in seats:
                 b.slot, b.replica = slot, replica
+            for slot in slots:
+                self.heaviest[slot] = max(self.work[slot])
             return True
         for b, _, _ in seats:
             self.work[b.slot][b.replica] = b.work
@@ -73,7 +75,7 @@ class _Seating:
         for i in range(len(column)):
             for j in range(len(other)):
                 a, b = column[i], other[j]
-                if a is b or len(a) != len(b) or a[0].slot == b[0].slot:
+                if len(a) != len(b) or a[0].slot == b[0].slot or not self._may_gain(a, b):
                     continue
                 there = [(x.slot, x.replica) for x in b]
                 here = [(x.slot, x.replica) for x in a]
@@ -82,6 +84,14 @@ class _Seating:
                     column[i], other[j] = b, a
                     improved = True
         return improved
+
+    def _may_gain(self, block: list[Bin], other: list[Bin]) -> bool:
+        """Whether a slot's heaviest bin would make way for a lighter one: no exchange gains without."""
+        heaviest = self.heaviest
+        for a, b in zip(block, other, strict=True):
+            if (a.work > b.work and a.work == heaviest[a.slot]) or (b.work > a.work and b.work == heaviest[b.slot]):
+                return True
+        return False
 
     def _reorder(self, block: list[Bin]) -> bool:
         """Two consumers of a window change slots; the producer's charge stays in the first slot."""
