@@ -1,7 +1,7 @@
 """Whole-model training steps: prefix trees against trajectories run apart, padded, and against other tree schemes.
 
     HARTS_ROLLOUTS=... python benchmarks/end_to_end.py [--sets NAME ...] [--variants NAME ...] [--rows 32768]
-        [--tokens 250000] [--max-seconds 400] [--layers N] [--json PATH] [--plot PATH]
+        [--tokens 250000] [--max-seconds 400] [--layers N] [--json PATH | --extend PATH] [--plot PATH]
 
 A 7.9B model of Ling-3.0-tiny's shape with random weights (`hybrid_model.py`), bf16, full activation recomputation, on
 one GPU; a small one in fp32 on the CPU, where numbers mean nothing. A step is forward, loss and backward of whole
@@ -22,11 +22,13 @@ groups of rollouts (`rollout_steps.py`); the optimizer's update is timed apart. 
 On a GPU all other variants, `expanded` and `padded` too, run norms, SwiGLU layers and forget gates fused
 (`fuse_modules`), unless --modules says stock.
 
-Times are the median of complete passes after one microbatch of warm-up; `spread` is the largest difference between
-passes, over their shortest, up to the last microbatch that all have run. Rows are counted at the embedding.
-`efficiency` is the speedup over `expanded` divided by compression. The record is written after each measurement, and
-what no longer fits `--max-seconds` is named as skipped. Ends with an error if a variant failed, or its loss differs
-from Expanded's by more than rounding.
+Times are the median of complete passes, if there are any, after a warm-up of one microbatch, or of all up to the first
+consumer of a window; `spread` is the largest difference between complete passes, or between all up to the last
+microbatch that each has run, over the shortest. Rows are counted at the embedding. `efficiency` is the speedup over
+`expanded` divided by compression. The record is written after each measurement, and what no longer fits
+`--max-seconds` is named as skipped. With `--extend` a later run adds its variants to a record and compares them with
+that record's `expanded`. Ends with an error if a variant failed, or its loss differs from Expanded's by more than
+rounding.
 """
 
 import argparse
@@ -77,15 +79,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--profile",
         nargs="*",
-        default=["expanded", "tree", "tree_grouped_mm"],
-        help="variants",
+        default=["expanded", "tree", "tree_windows", "tree_grouped_mm"],
+        help="variants; with windows, up to the first consumer of one",
         choices=list(VARIANTS),
     )
     parser.add_argument("--seed", type=int, default=0)
     default = Path(__file__).parent / "results" / "end_to_end.json" if cuda else None
-    parser.add_argument("--json", type=Path, default=default, help="by default in results/, on the CPU none")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", type=Path, default=default, help="by default in results/, on the CPU none")
+    output.add_argument("--extend", type=Path, default=None, help="a record of the same conditions, added to in place")
     parser.add_argument("--plot", type=Path, default=None)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.extend is not None:
+        arguments.json = arguments.extend
+    return arguments
 
 
 def main() -> None:
@@ -114,7 +121,9 @@ def main() -> None:
                     continue
                 if name in arguments.variants:
                     benchmark.measure(runner, name)
-    benchmark.record["seconds"] = round(time.perf_counter() - benchmark.begin, 1)
+    benchmark.record["seconds"] = round(
+        benchmark.record.get("seconds", 0.0) + time.perf_counter() - benchmark.begin, 1
+    )
     benchmark.write()
     print_table(benchmark.record)
     if arguments.json is not None:

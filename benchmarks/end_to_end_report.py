@@ -13,10 +13,9 @@ def derive(record: dict) -> None:
         for name, entry in measured.items():
             entry["compression"] = round(entry["expanded_tokens"] / entry["rows_computed"], 4)
             if "plan_seconds" in entry:
-                planning = (
-                    entry["plan_seconds"] + entry["tree_seconds"]
-                )  # trees are built inside of the step's seconds
-                entry["planning_share"] = round(planning / (entry["plan_seconds"] + entry["seconds"]), 4)
+                # Both are of the whole plan, and trees are built inside of the step's seconds.
+                plan, trees = (entry[name] * entry["share_of_tokens"] for name in ("plan_seconds", "tree_seconds"))
+                entry["planning_share"] = round((plan + trees) / (plan + entry["seconds"]), 4)
             if expanded is None or name == "expanded":
                 continue
             speedup = entry["expanded_tokens_per_second"] / expanded["expanded_tokens_per_second"]
@@ -82,7 +81,7 @@ def print_table(record: dict) -> None:
             continue
         parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in profile["by_component"].items())
         times = f"{profile['seconds']:.2f} s, {profile['gpu_seconds']:.2f} s on the GPU"
-        print(f"\none microbatch of {name}: {times}: {parts}")
+        print(f"\n{profile['microbatches']} microbatches of {name}: {times}: {parts}")
 
 
 def _cell(entry: dict, key: str, form: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from device_timing import command_line
 from end_to_end_report import derive
+from extended_record import add_step_facts, extend_record, read_record
 from hybrid_model import build_hybrid_model, choose_modules
 from kernel_breakdown import profile_components
 from rollout_steps import RolloutStep
@@ -21,6 +22,7 @@ from step_variants import StepRunner, build_batches, pack, tree_forward
 from step_work import H200_FLOPS, ForwardFlops
 
 from harts_hf.planning.microbatches import plan_step
+from harts_hf.planning.plan import StepPlan
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Benchmark:
             "4.5 for attention; both over 989e12 a second, without what linear attention computes in its kernels",
             "steps": {},
         }
+        if arguments.extend is not None:
+            self.record = extend_record(read_record(arguments.extend), self.record)
 
     @property
     def seconds_left(self) -> float:
@@ -100,7 +104,7 @@ class Benchmark:
             self.arguments.json.write_text(json.dumps(self.record, indent=1) + "\n")
 
     def add_step(self, step: RolloutStep) -> StepRunner:
-        self.record["steps"][step.name] = {
+        facts = {
             "remark": step.remark,
             "groups": step.num_groups,
             "trajectories": len(step.trajectories),
@@ -110,8 +114,8 @@ class Benchmark:
             "longer_than_a_microbatch": f"{step.num_left_out} trajectories of these groups, left out for all variants"
             if self.is_cuda
             else "tokens are left out, the longest are cut",
-            "variants": {},
         }
+        add_step_facts(self.record, step.name, facts)
         return StepRunner(self.model, step)
 
     def measure(self, runner: StepRunner, name: str) -> None:
@@ -143,14 +147,17 @@ class Benchmark:
 
     def measure_trees(self, runner: StepRunner, variant: Variant, name: str) -> dict:
         step, rows = runner.step, self.arguments.rows
+        linear_attention = variant.linear_attention if self.is_cuda else None
+        warm_up = plan_step(step.sequences[:4], rows, windows=variant.windows)
+        build_batches(warm_up, step, self.device, linear_attention)
         begin = time.perf_counter()
         plan = plan_step(step.sequences, rows, windows=variant.windows)
         plan_seconds = time.perf_counter() - begin
         if variant.windows and not plan.windows:
             return {"skipped": "the plan has no sharing window: the same as without"}
-        tree_seconds = build_batches(plan, step, self.device)
-        with tree_forward(self.model, variant.linear_attention if self.is_cuda else None, self.arguments.attention):
-            entry = self.passes(runner, lambda **limits: runner.trees(plan, **limits), name)
+        tree_seconds = build_batches(plan, step, self.device, linear_attention)
+        with tree_forward(self.model, linear_attention, self.arguments.attention):
+            entry = self.passes(runner, lambda **limits: runner.trees(plan, **limits), name, first=first_part(plan))
         if name == "nodewise":
             entry |= {"replay_tokens": 0, "rounds": None}
         return entry | {
@@ -213,62 +220,79 @@ class Benchmark:
             batch_size //= 2
             print(f"  out of memory: padded batches of {batch_size} trajectories", flush=True)
 
-    def passes(self, runner: StepRunner, run: Callable[..., StepRun], name: str, limit: float | None = None) -> dict:
-        """Warm up, run the step twice, or three times if the passes differ, and profile a microbatch."""
+    def passes(
+        self, runner: StepRunner, run: Callable[..., StepRun], name: str, limit: float | None = None, first: int = 1
+    ) -> dict:
+        """Warm up, run the step twice, or three times if the passes differ, and profile.
+
+        The first `first` microbatches warm up and are profiled.
+        """
         limit = self.arguments.max_seconds_variant if limit is None else limit
         if self.is_cuda:
             torch.cuda.empty_cache()
-        run(microbatch_limit=1)
+        run(microbatch_limit=first)
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats()
         runs = [run(seconds_limit=min(limit, max(self.seconds_left, FEWEST_SECONDS)))]
         peak = torch.cuda.max_memory_allocated() if self.is_cuda else None
         if self.is_cuda and "optimizer" not in self.record:
             self.record["optimizer"] = time_optimizer(self.model)
+            torch.cuda.reset_peak_memory_stats()
         repeat_limit = min(limit, self.arguments.repeat_seconds)
         if runs[0].seconds > repeat_limit:  # a later pass will not be complete: it only shows the spread
             repeat_limit /= 2
         while (len(runs) < 2 or (len(runs) < 3 and spread(runs) > STEADY)) and self.seconds_left > repeat_limit:
             runs.append(run(seconds_limit=repeat_limit))
+        if peak is not None:  # the first pass may have ended early
+            peak = max(peak, torch.cuda.max_memory_allocated())
         entry = self.entry(runner, runs) | {"peak_bytes": peak}
         if self.is_cuda and name in self.arguments.profile and name not in self.record.get("profiles", {}):
             if self.seconds_left > FEWEST_SECONDS:
-                self.profile(name, runner.step.name, lambda: run(microbatch_limit=1))
+                self.profile(name, runner.step.name, lambda: run(microbatch_limit=first), first)
         return entry
 
-    def profile(self, name: str, set_name: str, job: Callable[[], StepRun]) -> None:
-        """Record where the GPU's time goes in a variant's first microbatch; a failure costs the profile alone."""
+    def profile(self, name: str, set_name: str, job: Callable[[], StepRun], microbatches: int) -> None:
+        """Record where the GPU's time goes in a variant's first microbatches; a failure costs the profile alone."""
         try:
             profile = profile_components(job)
         except RuntimeError as error:
             traceback.print_exc()
             profile = {"failed": str(error)}
             self.has_failed = True
-        self.record.setdefault("profiles", {})[name] = {"set": set_name} | profile
+        self.record.setdefault("profiles", {})[name] = {"set": set_name, "microbatches": microbatches} | profile
 
     def entry(self, runner: StepRunner, runs: list[StepRun]) -> dict:
-        first = runs[0]
-        complete = [r.seconds for r in runs if r.is_complete]
-        seconds = statistics.median(complete) if first.is_complete else first.marks[-1]
-        tokens = sum(len(runner.step.trajectories[i].token_ids) for i in first.trajectories)
+        complete = [r for r in runs if r.is_complete]
+        # The first pass may have ended early where a later one does not: kernels were compiled and tuned within it.
+        reported = complete[0] if complete else runs[0]
+        seconds = statistics.median(r.seconds for r in complete) if complete else reported.marks[-1]
+        tokens = sum(len(runner.step.trajectories[i].token_ids) for i in reported.trajectories)
         return {
-            "complete": first.is_complete,
+            "complete": reported.is_complete,
             "share_of_tokens": round(tokens / runner.step.num_tokens, 4),
             "seconds": round(seconds, 4),
-            "complete_passes": [round(s, 4) for s in complete],
-            "spread": round(spread(runs), 4),
+            "complete_passes": [round(r.seconds, 4) for r in complete],
+            "spread": round(spread(complete if len(complete) > 1 else runs), 4),
             "expanded_tokens": tokens,
             "expanded_tokens_per_second": round(tokens / seconds, 1),
-            "microbatches": first.microbatches,
-            "rows_computed": first.embedded_rows,
-            "replay_tokens": first.work.replay_tokens,
-            "rounds": first.work.rounds,
-            "mfu": round(self.flops.model_flops(first.work) / seconds / H200_FLOPS, 4),
-            "hfu": round(self.flops.hardware_flops(first.work) / seconds / H200_FLOPS, 4),
-            "loss": runner.loss_of(first.log_prob_sums),
-            "log_prob_sums": dict(sorted(first.log_prob_sums.items())),
+            "microbatches": reported.microbatches,
+            "rows_computed": reported.embedded_rows,
+            "replay_tokens": reported.work.replay_tokens,
+            "rounds": reported.work.rounds,
+            "mfu": round(self.flops.model_flops(reported.work) / seconds / H200_FLOPS, 4),
+            "hfu": round(self.flops.hardware_flops(reported.work) / seconds / H200_FLOPS, 4),
+            "loss": runner.loss_of(reported.log_prob_sums),
+            "log_prob_sums": dict(sorted(reported.log_prob_sums.items())),
             "loss_weights": [float(w) for w in -runner.step.advantages / runner.step.num_scored],
         }
+
+
+def first_part(plan: StepPlan) -> int:
+    """How many of a plan's first microbatches hold a forward of a producer and a consumer; one without windows.
+
+    A producer runs just before its first consumer and does not count; its backward comes after the last.
+    """
+    return next((i + 1 for i, microbatch in enumerate(plan.microbatches) if microbatch.window is not None), 1)
 
 
 def spread(runs: list[StepRun]) -> float:

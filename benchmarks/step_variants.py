@@ -169,7 +169,15 @@ def pack(lengths: list[int], max_rows: int) -> list[list[int]]:
     return bins
 
 
-def build_batches(plan: StepPlan, step: RolloutStep, device: torch.device) -> float:
+# Implementation of linear attention -> the tables that it takes from a layout; others take the layout alone.
+_TABLES = {
+    "tree": lambda layout: layout.sequences,
+    "rounds": lambda layout: layout.packed_calls,
+    "nodewise": lambda layout: layout.node_calls,
+}
+
+
+def build_batches(plan: StepPlan, step: RolloutStep, device: torch.device, linear_attention: str | None) -> float:
     """Seconds that the trees of a plan and their tables for linear attention and convolution take to build.
 
     The same is done inside of each pass, where it runs beside the device's work.
@@ -186,7 +194,7 @@ def build_batches(plan: StepPlan, step: RolloutStep, device: torch.device) -> fl
         source = None if microbatch.window is None else boundaries[microbatch.window]
         made.append(batches.of_microbatch(microbatch, source))
     for batch in made:
-        batch.chunk_layout()
+        _TABLES.get(linear_attention, lambda layout: layout)(batch.chunk_layout())
         batch.conv_layout(4)
     synchronize(device)
     return time.perf_counter() - begin

@@ -19,13 +19,17 @@ def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
-def test_end_to_end_on_the_cpu(tmp_path):
-    path = tmp_path / "end_to_end.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "end_to_end.py"), "--tokens", "1600", "--rows", "300"]
-    command += ["--expanded-rows", "450", "--layers", "4", "--json", str(path), "--plot", str(tmp_path / "plot.png")]
+def end_to_end(*options) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "benchmarks" / "end_to_end.py"), "--rows", "300", "--layers", "4", *options]
     environment = {name: value for name, value in os.environ.items() if name != "HARTS_ROLLOUTS"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_end_to_end_on_the_cpu(tmp_path):
+    path = tmp_path / "end_to_end.json"
+    options = ["--tokens", "1600", "--expanded-rows", "450", "--json", str(path), "--plot", str(tmp_path / "plot.png")]
+    run = end_to_end(*options)
     assert run.returncode == 0, run.stdout + run.stderr
     assert (tmp_path / "plot.png").stat().st_size > 0
     record = json.loads(path.read_text())
@@ -48,6 +52,98 @@ def test_end_to_end_on_the_cpu(tmp_path):
         assert variants[name]["complete"], name
         assert abs(variants[name].get("loss_difference", 0.0)) < 1e-5, name
         assert "tokens/s" in run.stdout
+
+
+def test_a_later_run_extends_a_record(tmp_path):
+    path = tmp_path / "end_to_end.json"
+    options = ["--tokens", "600", "--expanded-rows", "300"]
+    run = end_to_end(*options, "--variants", "expanded", "--json", str(path))
+    assert run.returncode == 0, run.stdout + run.stderr
+    (before,) = json.loads(path.read_text())["steps"].values()
+    run = end_to_end(*options, "--variants", "tree_windows", "--extend", str(path))
+    assert run.returncode == 0, run.stdout + run.stderr
+    record = json.loads(path.read_text())
+    (step,) = record["steps"].values()
+    assert list(step["variants"]) == ["expanded", "tree_windows"]
+    assert step["variants"]["expanded"] == before["variants"]["expanded"]
+    entry = step["variants"]["tree_windows"]
+    rate = before["variants"]["expanded"]["expanded_tokens_per_second"]
+    assert entry["speedup_over_expanded"] == pytest.approx(entry["expanded_tokens_per_second"] / rate, abs=1e-3)
+    assert abs(entry["loss_difference"]) < 1e-5
+    assert "--variants expanded" in record["command"]
+    assert len(record["extended_by"]) == 1 and "--variants tree_windows" in record["extended_by"][0]
+
+    run = end_to_end("--tokens", "2400", "--variants", "tree", "--extend", str(path))
+    assert run.returncode != 0 and "differ in step" in run.stderr and "expanded_tokens" in run.stderr
+    assert json.loads(path.read_text()) == record
+
+
+def test_a_record_of_other_conditions_is_not_extended(benchmarks):
+    from extended_record import CONDITIONS, extend_record
+
+    record = dict.fromkeys(CONDITIONS, 1) | {"command": "first", "steps": {}}
+    new = record | {"command": "second"}
+    assert extend_record(dict(record), new)["extended_by"] == ["second"]
+    for name in CONDITIONS:
+        with pytest.raises(ValueError, match=f"differ: {name} 1 and 2"):
+            extend_record(dict(record), new | {name: 2})
+
+
+def test_complete_passes_are_reported(benchmarks):
+    """A first pass that ended early does not count where later ones are complete."""
+    from types import SimpleNamespace
+
+    from step_benchmark import Benchmark
+    from step_run import StepRun
+    from step_work import StepWork
+
+    lengths = (4, 6)
+    step = SimpleNamespace(
+        trajectories=[SimpleNamespace(token_ids=np.zeros(n)) for n in lengths],
+        num_tokens=sum(lengths),
+        num_scored=8,
+        advantages=np.ones(2),
+    )
+    runner = SimpleNamespace(step=step, loss_of=lambda sums: sum(sums.values()))
+    flops = SimpleNamespace(model_flops=lambda work: 0.0, hardware_flops=lambda work: 0.0)
+
+    def run(marks, is_complete, log_prob):
+        members = [0, 1][: len(marks)]
+        sums = dict.fromkeys(members, log_prob)
+        return StepRun(marks[-1], marks, is_complete, members, len(marks), 3 * len(marks), StepWork(), sums)
+
+    early, late, later = run([31.0], False, -1.0), run([2.0, 5.0], True, -2.0), run([2.0, 6.0], True, -3.0)
+    entry = Benchmark.entry(SimpleNamespace(flops=flops), runner, [early, late, later])
+    assert entry["complete"] and entry["seconds"] == 5.5 and entry["complete_passes"] == [5.0, 6.0]
+    assert entry["spread"] == pytest.approx(0.2)
+    assert (entry["expanded_tokens"], entry["rows_computed"], entry["microbatches"]) == (10, 6, 2)
+    assert entry["share_of_tokens"] == 1.0 and entry["log_prob_sums"] == {0: -2.0, 1: -2.0}
+    entry = Benchmark.entry(SimpleNamespace(flops=flops), runner, [early, early])
+    assert not entry["complete"] and entry["seconds"] == 31.0 and entry["complete_passes"] == []
+    assert entry["share_of_tokens"] == 0.4 and entry["log_prob_sums"] == {0: -1.0}
+
+
+def test_a_profile_with_windows_holds_a_producer_and_its_consumer(benchmarks):
+    from hybrid_model import build_hybrid_model
+    from rollout_steps import BUNDLED, load_step
+    from step_benchmark import first_part
+    from step_variants import StepRunner, tree_forward
+
+    from harts_hf.planning.microbatches import plan_step
+
+    model = build_hybrid_model("cpu", num_layers=2)
+    options = {"num_tokens": 1600, "vocab_size": model.config.vocab_size, "max_length": 200, "thin": True}
+    runner = StepRunner(model, load_step(BUNDLED, None, **options))
+    plan = plan_step(runner.step.sequences, 300, windows=True)
+    slots = [microbatch.window for microbatch in plan.microbatches]
+    assert first_part(plan) == 1 + next(i for i, window in enumerate(slots) if window is not None)
+    assert first_part(plan_step(runner.step.sequences, 300)) == 1
+    with tree_forward(model, None, None):
+        run = runner.trees(plan, microbatch_limit=first_part(plan))
+    own = plan.microbatches[: first_part(plan)]
+    producers = {w for m in own if m.window is not None for w in plan.windows_above(m.window)}
+    assert producers and run.microbatches == len(own)
+    assert run.embedded_rows == sum(m.rows for m in own) + sum(plan.producer_rows[w] for w in producers)
 
 
 def test_a_wrong_loss_is_noticed(benchmarks):
