@@ -28,7 +28,18 @@ def end_to_end(*options) -> subprocess.CompletedProcess:
 
 def test_end_to_end_on_the_cpu(tmp_path):
     path = tmp_path / "end_to_end.json"
-    options = ["--tokens", "1600", "--expanded-rows", "450", "--json", str(path), "--plot", str(tmp_path / "plot.png")]
+    options = [
+        "--tokens",
+        "1600",
+        "--expanded-rows",
+        "450",
+        "--padded-seconds",
+        "120",
+        "--json",
+        str(path),
+        "--plot",
+        str(tmp_path / "plot.png"),
+    ]
     run = end_to_end(*options)
     assert run.returncode == 0, run.stdout + run.stderr
     assert (tmp_path / "plot.png").stat().st_size > 0
