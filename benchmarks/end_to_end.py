@@ -16,6 +16,7 @@ groups of rollouts (`rollout_steps.py`); the optimizer's update is timed apart. 
 - `tree`: ours, planned without sharing windows, and `tree_windows` with them.
 - `rounds`, `rounds_windows`: the paper's scheme for linear attention, one packed call per round.
 - `nodewise`: one packed call per level of segments. It has no chunk boundaries, so no sharing windows.
+- `expanded_half`: `expanded` in microbatches of half the size: its loss shows what another microbatch alone changes.
 - `expanded_grouped_mm`, `tree_grouped_mm`: with Transformers' own experts implementation, norms, SwiGLU layers and
   forget gates; on the first set alone.
 
@@ -49,10 +50,11 @@ from step_benchmark import VARIANTS, Benchmark
 ORDER = (
     ("expanded", "tree"),
     ("tree_windows",),
-    ("expanded_grouped_mm", "tree_grouped_mm"),
     ("rounds",),
-    ("padded",),
     ("nodewise",),
+    ("expanded_half",),
+    ("expanded_grouped_mm", "tree_grouped_mm"),
+    ("padded",),
     ("rounds_windows",),
 )
 

@@ -52,6 +52,7 @@ VARIANTS = {
     "rounds": Variant("rounds"),
     "rounds_windows": Variant("rounds", windows=True),
     "nodewise": Variant("nodewise"),
+    "expanded_half": Variant(),
     "expanded_grouped_mm": Variant(experts="grouped_mm", modules="stock", first_step_only=True),
     "tree_grouped_mm": Variant("tree", experts="grouped_mm", modules="stock", first_step_only=True),
 }
@@ -133,7 +134,7 @@ class Benchmark:
             try:
                 if name == "padded":
                     variants[name] = self.measure_padded(runner)
-                elif name in ("expanded", "expanded_grouped_mm"):
+                elif name.startswith("expanded"):
                     variants[name] = self.measure_expanded(runner, name)
                 else:
                     variants[name] = self.measure_trees(runner, variant, name)
@@ -173,6 +174,7 @@ class Benchmark:
         if "expanded_chosen" not in self.record:
             self.choose_expanded(runner, lengths)
         rows, linear_attention = self.record["expanded_chosen"]
+        rows = rows // 2 if name == "expanded_half" else rows
         bins = pack(lengths, rows)
         with tree_forward(self.model, linear_attention, self.arguments.attention):
             entry = self.passes(runner, lambda **limits: runner.packed(bins, **limits), name)

@@ -48,7 +48,10 @@ def test_end_to_end_on_the_cpu(tmp_path):
     variants = step["variants"]
     with_stock_experts = {"expanded_grouped_mm", "tree_grouped_mm"}
     without_cuda = {"rounds", "rounds_windows", "nodewise"}
-    assert set(variants) == {"expanded", "padded", "tree", "tree_windows"} | with_stock_experts | without_cuda
+    assert (
+        set(variants)
+        == {"expanded", "expanded_half", "padded", "tree", "tree_windows"} | with_stock_experts | without_cuda
+    )
     assert variants["rounds"] == {"skipped": "needs CUDA"}
     assert variants["expanded"]["rows_computed"] == step["expanded_tokens"]
     assert variants["padded"]["rows_computed"] > step["expanded_tokens"]
