@@ -55,8 +55,8 @@ def refuse_options(trainer: GRPOTrainer, sharing_windows: bool, exchange_traject
     Raises:
         NotImplementedError: DeepSpeed, the first FSDP, tensor or context parallelism, a model that is sharded at load
             time, or images.
-        ValueError: FSDP that is not on, FSDP with `exchange_trajectories=False`, with parameters of several dtypes or
-            of a model that is sharded already, `torch_compile`, embedding noise, an optimizer that updates in the
+        ValueError: FSDP that is not on, FSDP with `exchange_trajectories=False`, with trained parameters of several
+            dtypes or of a model that is sharded already, `torch_compile`, embedding noise, an optimizer that updates in the
             backward pass, or sharing windows with reentrant gradient checkpointing.
     """
     args = trainer.args
@@ -122,11 +122,11 @@ def _refuse_parallelism(trainer: GRPOTrainer, exchange_trajectories: bool) -> No
             "fsdp_config's activation_checkpointing wraps the layers, which hides them from sharing windows. Set it "
             "to False, and gradient_checkpointing=True."
         )
-    dtypes = {parameter.dtype for parameter in trainer.model.parameters()}
+    dtypes = {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad}
     if len(dtypes) > 1 and accelerator.mixed_precision == "no":
         raise ValueError(
-            f"the model has parameters of several dtypes, {sorted(map(str, dtypes))}, and FSDP2 wants one: set "
-            "bf16=True (mixed precision keeps them in fp32), or load the model with dtype fp32"
+            f"the model has trained parameters of several dtypes, {sorted(map(str, dtypes))}, and FSDP2 wants one: "
+            "set bf16=True (mixed precision keeps them in fp32), or load the model with dtype fp32"
         )
     _refuse_local_plans(exchange_trajectories)
 
