@@ -6,7 +6,7 @@
 them: token ids and masks (`share_trajectories`). Each process then checks that it holds all. One run to warm up, then
 the median of the others; a run is as long as its slowest process. Milliseconds per MB that one process receives.
 
-Prints a table and writes benchmarks/results/exchange.json.
+Prints a line per number of processes and writes benchmarks/results/exchange.json.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def main() -> None:
         return
     record = {
         "command": f"python benchmarks/exchange.py --repeats {arguments.repeats} --seed {arguments.seed}",
-        "device": f"{os.cpu_count()} CPU cores, {platform.machine()}, shared with other work; gloo, loopback",
+        "device": f"{os.cpu_count()} CPU cores, {platform.machine()}; gloo, loopback",
         "versions": {"python": platform.python_version(), **{p: version(p) for p in ("numpy", "torch")}},
         "seed": arguments.seed,
         "dtype": "int32 token ids with the mask in their lowest bit, int64 headers",

@@ -56,7 +56,7 @@ def _spread(x, order, places):
     if x.is_cuda:
         from .gather_rows_triton import gather
 
-        return gather(x.contiguous(), tokens)
+        return gather(x, tokens)
     return x.index_select(0, tokens)
 
 

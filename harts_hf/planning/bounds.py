@@ -11,8 +11,6 @@ import numpy as np
 
 from .units import Units
 
-EXACT_UNITS = 16  # largest subtree that is counted exactly on demand: up to a second each
-
 
 def least_rows(units: Units, max_rows: int, num_microbatches: int = 1, exact_units: int = 1) -> int:
     """Rows that every plan without windows computes at least. Linear in units, but for the search of valleys.
@@ -21,7 +19,8 @@ def least_rows(units: Units, max_rows: int, num_microbatches: int = 1, exact_uni
         units: what is planned; their rows are counted, whatever their cost model.
         max_rows: most rows of a microbatch; a unit above it runs alone.
         num_microbatches: microbatches of the plan, at least: each computes what all units within the limit share.
-        exact_units: subtrees of up to so many units are counted exactly, in time exponential in it.
+        exact_units: subtrees of up to so many units are counted exactly, in time exponential in it: with 16 up to a
+            second each.
     """
     total = int(units.rows[units.rows > max_rows].sum())
     members = np.flatnonzero(units.rows <= max_rows).tolist()
