@@ -56,8 +56,8 @@ def refuse_options(trainer: GRPOTrainer, sharing_windows: bool, exchange_traject
         NotImplementedError: DeepSpeed, the first FSDP, tensor or context parallelism, a model that is sharded at load
             time, or images.
         ValueError: FSDP that is not on, FSDP with `exchange_trajectories=False`, with trained parameters of several
-            dtypes or of a model that is sharded already, `torch_compile`, embedding noise, an optimizer that updates in the
-            backward pass, or sharing windows with reentrant gradient checkpointing.
+            dtypes or of a model that is sharded already, `torch_compile`, embedding noise, an optimizer that updates
+            in the backward pass, or sharing windows with reentrant gradient checkpointing.
     """
     args = trainer.args
     kwargs = args.gradient_checkpointing_kwargs  # without the key, torch's default holds
