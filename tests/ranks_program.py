@@ -102,14 +102,12 @@ def whole_step_tokens(options: dict) -> int:
     return 2 * 2 * sum(len(p) + len(c) for p, c, _ in Rollouts(2).trajectories) // 2
 
 
-def random_plans_experts(folder: Path) -> None:
-    """Thirty steps with experts spread over the ranks, whose all-to-alls have to meet in every layer."""
-    random_plans(folder, experts=True)
+def random_plans(folder: Path) -> None:
+    """Thirty steps, each with another plan: 0 to 3 microbatches a rank, or those of a random budget.
 
-
-def random_plans(folder: Path, experts: bool = False) -> None:
-    """Thirty steps, each with another plan: 0 to 3 microbatches a rank, or those of a random budget."""
-    checkpoint = save_checkpoint(folder / f"checkpoint{RANK}", first_k_dense_replace=1 if experts else 2)
+    Under DDP, and with experts spread over the ranks, whose all-to-alls have to meet in every layer.
+    """
+    checkpoint = save_checkpoint(folder / f"checkpoint{RANK}", first_k_dense_replace=1)
     options = {
         **DDP,
         "trainer_options": {"train_dataset": step_wise_trajectories(num_episodes=16)},
@@ -119,22 +117,24 @@ def random_plans(folder: Path, experts: bool = False) -> None:
         "num_iterations": 3,
     }
     stock = train(StockOnTrajectories, checkpoint, folder, **options)
-    rng = np.random.default_rng(0)
-    counts = set()
+    for name, load in (("DDP", None), ("experts", partial(load_sharded, checkpoint, fsdp_size=2, ep_size=2))):
+        rng = np.random.default_rng(0)
+        counts = set()
 
-    def random_plan(tree: PrefixTree, max_tokens: int, num_replicas: int, windows: bool, **unused) -> StepPlan:
-        if rng.random() < 0.5:
-            return plan_step(tree, int(rng.integers(20, 300)), num_replicas, windows)
-        lengths = rng.permutation([int(rng.integers(1, 4)), int(rng.integers(0, 4))]).tolist()
-        counts.add(tuple(lengths))
-        return plan_of_lengths(tree, lengths, rng)
+        def random_plan(
+            tree: PrefixTree, max_tokens: int, num_replicas: int, windows: bool, *, rng=rng, counts=counts, **unused
+        ) -> StepPlan:
+            if rng.random() < 0.5:
+                return plan_step(tree, int(rng.integers(20, 300)), num_replicas, windows)
+            lengths = rng.permutation([int(rng.integers(1, 4)), int(rng.integers(0, 4))]).tolist()
+            counts.add(tuple(lengths))
+            return plan_of_lengths(tree, lengths, rng)
 
-    grpo_trainer.plan_step = random_plan
-    load = partial(load_sharded, checkpoint, fsdp_size=2, ep_size=2) if experts else None
-    tree = train(TreeGRPOTrainer, checkpoint, folder, **options, load=load)
-    assert isinstance(next(tree.trainer.model.parameters()), DTensor) == experts
-    assert any(0 in lengths for lengths in counts) and any(set(lengths) == {1, 3} for lengths in counts), counts
-    compare("random plans", tree, stock, stock)
+        grpo_trainer.plan_step = random_plan
+        tree = train(TreeGRPOTrainer, checkpoint, folder, **options, load=load)
+        assert isinstance(next(tree.trainer.model.parameters()), DTensor) == (name == "experts")
+        assert any(0 in lengths for lengths in counts) and any(set(lengths) == {1, 3} for lengths in counts), counts
+        compare(f"random plans, {name}", tree, stock, stock)
 
 
 def plan_of_lengths(tree: PrefixTree, lengths: list[int], rng: np.random.Generator) -> StepPlan:

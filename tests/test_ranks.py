@@ -42,9 +42,8 @@ def test_two_ranks_equal_stock(tmp_path):
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("program", ["random_plans", "random_plans_experts"])
-def test_random_plans_finish(program, tmp_path):
-    check(run_ranks(program, 2, tmp_path))
+def test_random_plans_finish(tmp_path):
+    check(run_ranks("random_plans", 2, tmp_path))
 
 
 @pytest.mark.multi
