@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 import torch
 from accelerate import ParallelismConfig
-from grpo_runs import Run, gradient_error, save_checkpoint, train
+from grpo_runs import Run, gradient_error, save_checkpoint, train, whole
 from ranks_program import DDP, RANK, assert_equal_on_ranks, compare, force_fsdp_on_cpu, main, plan_of_lengths
 from test_trajectories import StockOnTrajectories, step_wise_trajectories
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from harts_hf import TreeGRPOTrainer, load_sharded
+from harts_hf import ExpertBiasCallback, TreeGRPOTrainer, load_sharded
 from harts_hf.planning.plan import StepPlan
 from harts_hf.trainers import grpo_trainer
 
 WINDOWS = {"max_tokens_per_microbatch": 60}
+BIAS_RATE = 0.25
 FILLER_ROWS = 2  # of a microbatch that stands for nothing; the trajectories here have at least 35 tokens
 LOSSES = {
     "grpo": {},
@@ -28,6 +29,8 @@ LOSSES = {
     "luspo": {"importance_sampling_level": "sequence"},
     "vespo": {},
 }
+# Losses of each way of sharding; `ranks_program.py` has the others under DDP (`equals_stock`), FSDP2 (`sharded`).
+LOSSES_OF = {"DDP": ("dr_grpo", "sapo", "vespo"), "FSDP2, EP2": tuple(LOSSES), "FSDP2": ("cispo", "luspo")}
 # Normalised within a stock micro-batch, of which one rank has others: not the same loss.
 WITHIN_MICRO_BATCHES = ("bnpo",)
 
@@ -41,6 +44,29 @@ def options_of(loss_type: str, num_ranks: int) -> dict:
         "loss_type": loss_type,
         **LOSSES[loss_type],
     }
+
+
+def follow_loads(trainer) -> None:
+    """For `train(prepare=...)`."""
+    trainer.add_callback(ExpertBiasCallback(trainer, BIAS_RATE))
+
+
+def router_biases(trainer) -> list[torch.Tensor]:
+    return [whole(buffer) for name, buffer in trainer.model.named_buffers() if "correction_bias" in name]
+
+
+def check_biases(name: str, trainer, loads: torch.Tensor, biases: list[torch.Tensor]) -> None:
+    """Loads summed over ranks, and biases on each, are those of one rank; some rank's own loads would give others."""
+    own = trainer.expert_loads
+    assert torch.equal(trainer.accelerator.reduce(own), loads), name
+    for found, expected in zip(router_biases(trainer), biases, strict=True):
+        assert expected.any() and torch.equal(found, expected), name
+    assert trainer.accelerator.reduce((moves(own) != moves(loads)).sum()) > 0, name
+
+
+def moves(loads: torch.Tensor) -> torch.Tensor:
+    """Signs of the changes of biases, of loads `[L, E]`."""
+    return torch.sign(loads.mean(1, keepdim=True) - loads)
 
 
 class MeasuredRows:
@@ -96,7 +122,10 @@ class MeasuredRows:
 
 
 def every_loss(folder: Path) -> None:
-    """Every loss under DDP, FSDP2 and FSDP2 with experts over ranks: the stock trainer's, and the one-rank run's."""
+    """Losses under DDP, FSDP2 and FSDP2 with experts over ranks: the stock trainer's, and the one-rank run's.
+
+    So are the experts' loads, of all ranks, and the router biases that follow them.
+    """
     checkpoint = save_checkpoint(folder / f"checkpoint{RANK}", first_k_dense_replace=1)
     force_fsdp_on_cpu()
     given = {name: options_of(name, 2) for name in LOSSES}
@@ -107,11 +136,14 @@ def every_loss(folder: Path) -> None:
         "FSDP2": {"ddp_backend": "gloo", "fsdp": True},
     }
     for kind, options in kinds.items():
-        for name in LOSSES:
+        for name in LOSSES_OF[kind]:
             with MeasuredRows() as measured:
-                tree = train(
-                    TreeGRPOTrainer, checkpoint, folder, **given[name], **options, **WINDOWS, prepare=measured.watch
-                )
+
+                def prepare(trainer, measured=measured):
+                    measured.watch(trainer)
+                    follow_loads(trainer)
+
+                tree = train(TreeGRPOTrainer, checkpoint, folder, **given[name], **options, **WINDOWS, prepare=prepare)
             label = f"{kind}, {name}"
             assert isinstance(next(tree.trainer.model.parameters()), DTensor) == (kind != "DDP"), label
             assert tree.logs[0]["tree/windows"] > 0, label
@@ -120,8 +152,10 @@ def every_loss(folder: Path) -> None:
             compare(label, tree, stock[name], stock[name])
             assert_equal_on_ranks(label, tree.parameters)
             if name not in WITHIN_MICRO_BATCHES:
-                alone = Run(**torch.load(folder / f"{name}.pt"))
+                saved = torch.load(folder / f"{name}.pt")
+                alone = Run(gradients=saved["gradients"], logs=saved["logs"])
                 compare(f"{label}, one rank", tree, alone, alone, metrics=("loss", "grad_norm", "reward"))
+                check_biases(label, tree.trainer, saved["loads"], saved["biases"])
 
 
 def uneven_ranks(folder: Path) -> None:
@@ -134,10 +168,8 @@ def uneven_ranks(folder: Path) -> None:
     load = partial(load_sharded, checkpoint, ep_size=2)
     replicas = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     cases = {
-        "DDP": DDP,
         "FSDP2, EP2": {**gloo, "load": partial(load, fsdp_size=4)},
         "replicas of FSDP2, EP2": {**gloo, "load": partial(load, fsdp_size=2, dp_replicate_size=2)},
-        "FSDP2": {**gloo, "fsdp": True},
         "replicas of FSDP2": {**gloo, "fsdp": True, "parallelism_config": replicas},
     }
     given = grpo_trainer.plan_step
@@ -205,6 +237,10 @@ def bf16(folder: Path) -> None:
         assert error <= 2 * noise, name
         loss, expected = tree.logs[0]["loss"], alone.logs[0]["loss"]
         assert abs(loss - expected) <= 2**-7 * max(abs(expected), 1), name
+    adapters = run(**gloo, fsdp=True, dtype=torch.bfloat16, lora=lora)  # fp32, on frozen parameters of both dtypes
+    dtypes = {(p.dtype, p.requires_grad) for p in adapters.trainer.model.parameters()}
+    assert dtypes == {(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)}
+    assert_equal_on_ranks("FSDP2, adapters of a bf16 model", adapters.parameters)
     with pytest.raises(ValueError, match="parameters of several dtypes.*bf16=True"):
         run(**gloo, fsdp=True, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="parameters of several dtypes.*mixed_precision=True"):

@@ -12,12 +12,13 @@ FILE = "ranks_equal_program.py"
 
 @pytest.mark.multi
 def test_every_loss(tmp_path):
-    from ranks_equal_program import LOSSES, WITHIN_MICRO_BATCHES, options_of
+    from ranks_equal_program import LOSSES, WITHIN_MICRO_BATCHES, follow_loads, options_of, router_biases
 
     checkpoint = save_checkpoint(tmp_path / "checkpoint", first_k_dense_replace=1)
     for name in set(LOSSES) - set(WITHIN_MICRO_BATCHES):
-        alone = train(TreeGRPOTrainer, checkpoint, tmp_path, **options_of(name, 1))
-        torch.save({"gradients": alone.gradients, "logs": alone.logs}, tmp_path / f"{name}.pt")
+        alone = train(TreeGRPOTrainer, checkpoint, tmp_path, **options_of(name, 1), prepare=follow_loads)
+        routing = {"loads": alone.trainer.expert_loads, "biases": router_biases(alone.trainer)}
+        torch.save({"gradients": alone.gradients, "logs": alone.logs, **routing}, tmp_path / f"{name}.pt")
     check(run_ranks("every_loss", 2, tmp_path, file=FILE))
 
 

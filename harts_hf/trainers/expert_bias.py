@@ -38,12 +38,14 @@ class ExpertBiasCallback(TrainerCallback):
             raise ValueError("the router's biases belong to the base model, which adapter checkpoints do not hold")
         self.update_rate = update_rate
         self._trainer = trainer
-        self._biases = expert_biases(base)
+        expert_biases(base)  # refuses a model without
 
     def on_step_end(self, args, state, control, **kwargs):
         loads = self._trainer.expert_loads
         assert loads is not None  # the model has routers, and a step has run
         loads = self._trainer.accelerator.reduce(loads, reduction="sum")  # [L, E]
+        # Read at each step: what prepares a model for several processes puts new tensors in the place of buffers.
+        biases = expert_biases(causal_lm_of(self._trainer.accelerator.unwrap_model(self._trainer.model)))
         with torch.no_grad():
-            for bias, load in zip(self._biases, loads, strict=True):
+            for bias, load in zip(biases, loads, strict=True):
                 bias += self.update_rate * torch.sign(load.mean() - load).to(bias)
