@@ -3,6 +3,7 @@
 On the CPU the fused forwards run the torch twins of their kernels; `test_fused_kernels.py` holds Triton to those.
 """
 
+import contextlib
 import copy
 import importlib.util
 import pickle
@@ -18,7 +19,7 @@ from tiny_models import TINY, VOCAB, recompute_activations, tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from harts_hf import UnsupportedModelError, enable_tree_forward, fuse_modules, tree_logprobs, unfuse_modules
-from harts_hf.models import fused_modules
+from harts_hf.models import enable, fused_modules
 from harts_hf.models.families import FAMILIES
 
 SERVED = ("RMSNorm", "RMSNormGated", "MLP", "ForgetGate")  # ends of classes' names
@@ -245,6 +246,46 @@ def test_lora(twins):
         assert fused.keys() == found[2].keys()
         for name, gradient in found[2].items():
             assert torch.allclose(fused[name], gradient, rtol=1e-3, atol=1e-5), name
+
+
+def test_kernels_run_on_the_device_of_their_inputs(twins, monkeypatch):
+    """Triton launches on the current device, which need not be the model's. Without CUDA: the contexts are counted."""
+    entered = []
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        entered.append(tensor)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    model = enable_tree_forward(fuse_modules(tiny_model("llama")))
+    inside = []
+
+    def recorded(function, name):
+        def run(*args, **kwargs):
+            inside.append((name, len(entered)))
+            return function(*args, **kwargs)
+
+        return run
+
+    for module, name in ((fused_modules, "rms_norm"), (fused_modules, "swiglu"), (enable, "linear_log_probs")):
+        monkeypatch.setattr(module, name, recorded(getattr(module, name), name))
+    model(torch.arange(2, 20)[None])
+    assert set(inside) == {("rms_norm", 1), ("swiglu", 1)}
+    inside.clear()
+    tree_logprobs(model, [[5, 6, 7], [5, 6, 9]])
+    assert set(inside) == {("rms_norm", 2), ("swiglu", 2), ("linear_log_probs", 1)}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_model_on_another_device_than_the_current():
+    ids = torch.arange(2, 20)[None]
+    model = fuse_modules(tiny_model("llama"))
+    expected = model(ids).logits
+    found = model.to("cuda:1")(ids.to("cuda:1")).logits
+    assert torch.cuda.current_device() == 0 and torch.allclose(found.cpu(), expected, atol=1e-3)
 
 
 def test_what_is_left_alone():

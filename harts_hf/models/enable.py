@@ -205,14 +205,15 @@ class _TreeForward:
 
     def __call__(self, *args, harts_batch: CompactBatch | None = None, **kwargs):
         if harts_batch is not None:
-            return self._run(harts_batch, **kwargs)
+            with torch.cuda.device_of(harts_batch.token_ids):  # Triton launches on the current device
+                return self._run(harts_batch, **kwargs)
         if "tree_input_ids" in kwargs:
             return self._run_features(kwargs, kwargs.get("num_items_in_batch"))
         return self._original(*args, **kwargs)
 
     def _run_features(self, features, num_items_in_batch) -> TreeOutput:
         batch = compact_batch_from_features(features, features["tree_input_ids"].device)
-        output = self._run(batch)
+        output = self(harts_batch=batch)
         # A scored token counts once per trajectory that trains it, as in the expanded batch.
         mask = features["labels"].cpu() != -100
         scores = torch.from_numpy(batch.all_scores())[mask]

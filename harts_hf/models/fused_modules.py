@@ -82,7 +82,8 @@ class _FusedForward:
 
     def __call__(self, *args, **kwargs):
         if not kwargs and _kernels_take(*args, *self.module.parameters(recurse=False)):
-            return self.run(self.module, *args)
+            with torch.cuda.device_of(args[0]):  # Triton launches on the current device
+                return self.run(self.module, *args)
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
