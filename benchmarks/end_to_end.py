@@ -46,6 +46,8 @@ from hybrid_model import MODULES, default_modules
 from rollout_steps import load_step, set_names
 from step_benchmark import VARIANTS, Benchmark
 
+from harts_hf.trainers.grpo_config import WINDOW_COST_ROWS
+
 # Measured in this order, each group over all sets, so that what is left out for want of time matters least.
 ORDER = (
     ("expanded", "tree"),
@@ -67,6 +69,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=32768 if cuda else 512, help="most rows of a tree's microbatch")
     parser.add_argument("--tokens", type=int, default=250_000 if cuda else 2_000, help="expanded tokens of a step")
     parser.add_argument("--expanded-rows", type=int, nargs="+", default=[16384, 32768, 65536] if cuda else [256, 512])
+    parser.add_argument(
+        "--window-cost-rows",
+        type=int,
+        default=WINDOW_COST_ROWS["cuda"] if cuda else 0,
+        help="rows that a sharing window must save to be opened; the trainer's default",
+    )
     parser.add_argument("--padded-rows", type=int, default=49152 if cuda else 512, help="most of a padded batch")
     parser.add_argument("--max-seconds", type=float, default=400.0, help="of the whole run, but for imports")
     parser.add_argument("--max-seconds-variant", type=float, default=60.0, help="of a first pass over a step")

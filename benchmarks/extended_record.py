@@ -19,6 +19,7 @@ CONDITIONS = (
     "modules",
     "recomputation",
     "rows",
+    "window_cost_rows",
     "attention",
     "forward_flops",
 )

@@ -21,6 +21,7 @@ from step_run import StepRun
 from step_variants import StepRunner, build_batches, pack, tree_forward
 from step_work import H200_FLOPS, ForwardFlops
 
+from harts_hf.planning.cost import CostModel
 from harts_hf.planning.microbatches import plan_step
 from harts_hf.planning.plan import StepPlan
 
@@ -85,6 +86,7 @@ class Benchmark:
             "recomputation": "every layer, non-reentrant",
             "build_seconds": round(time.perf_counter() - build_begin, 2),
             "rows": arguments.rows,
+            "window_cost_rows": arguments.window_cost_rows,
             "attention": arguments.attention or "automatic",
             "forward_flops": vars(self.flops),
             "flops": "mfu: three forwards of matmuls and visible attention pairs; hfu: with recomputation, four, and "
@@ -152,7 +154,8 @@ class Benchmark:
         warm_up = plan_step(step.sequences[:4], rows, windows=variant.windows)
         build_batches(warm_up, step, self.device, linear_attention)
         begin = time.perf_counter()
-        plan = plan_step(step.sequences, rows, windows=variant.windows)
+        cost = CostModel(producer=self.arguments.window_cost_rows)
+        plan = plan_step(step.sequences, rows, windows=variant.windows, cost=cost)
         plan_seconds = time.perf_counter() - begin
         if variant.windows and not plan.windows:
             return {"skipped": "the plan has no sharing window: the same as without"}

@@ -52,7 +52,9 @@ def calibrate(model_name: str, device: str, max_rows: int, dtype: torch.dtype = 
     fixed, row, pair, replay, error = fit(measurements)
     if row <= 0:
         raise RuntimeError("the times do not grow with rows: the device is too noisy, or max_rows too small")
-    cost = CostModel(row=1.0, pair=pair / row, replay=min(replay / row, 1.0), chunk_size=CHUNK_SIZE)
+    cost = CostModel(
+        row=1.0, pair=pair / row, replay=min(replay / row, 1.0), chunk_size=CHUNK_SIZE, producer=fixed / row
+    )
     on_gpu = torch.device(device).type == "cuda"
     return {
         "model": model_name,

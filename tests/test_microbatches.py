@@ -157,6 +157,22 @@ def test_windows_share_what_microbatches_repeat():
     assert [w.prefix_tokens for w in plan.windows] == [20]
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_window_is_opened_where_it_saves_more_than_it_costs(objective):
+    prompt = list(range(20))
+    sequences = [[*prompt, *range(200 + 9 * k, 210 + 9 * k)] for k in range(12)]
+
+    def num_windows(producer):
+        cost = CostModel(producer=producer)
+        plan = plan_step(sequences, max_tokens=40, windows=True, objective=objective, cost=cost)
+        check_plan(plan, sequences, 40, 1)
+        return len(plan.windows)
+
+    least = PrefixTree.from_sequences(sequences).num_rows
+    saved = plan_step(sequences, max_tokens=40, objective=objective).compact_tokens - least
+    assert num_windows(saved - 1) == 1 and num_windows(saved + 1) == 0
+
+
 def test_a_trajectory_above_the_budget_runs_alone_and_is_named():
     sequences = [[1, 2], [1] * 9, [1, 3], [1] * 7]
     with pytest.warns(UserWarning, match="trajectory 1 has 9 tokens, more than max_tokens=4; it runs alone") as caught:

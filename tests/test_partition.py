@@ -12,7 +12,7 @@ from harts_hf.planning.partition import cheapest_partition, first_starts
 from harts_hf.planning.units import Units
 from harts_hf.tree import PrefixTree
 
-COSTS = (CostModel(), CostModel(pair=0.25, replay=0.5, chunk_size=2))
+COSTS = (CostModel(), CostModel(pair=0.25, replay=0.5, chunk_size=2, producer=3), CostModel(producer=2))
 
 
 def random_tree(rng, most=10, alphabet=2, longest=9):
@@ -88,7 +88,7 @@ def test_windows_equal_brute_force(seed, monkeypatch):
     """All contiguous partitions, with every disjoint choice of runs that share any prefix, producers charged once."""
     monkeypatch.setattr(window_partition, "MIN_GAIN", 10**9)  # keep every fork
     rng = np.random.default_rng(seed)
-    units = Units.from_tree(random_tree(rng, most=9), COSTS[seed % 2] if seed % 4 else CostModel())
+    units = Units.from_tree(random_tree(rng, most=9), COSTS[seed % 3])
     count, limit, max_prefix = len(units), int(rng.integers(3, 16)), int(rng.integers(1, 12))
     cost = units.cost
 
@@ -108,7 +108,8 @@ def test_windows_equal_brute_force(seed, monkeypatch):
                     if 0 < shared <= max_prefix and end < count:
                         if all(units.lcp(start, k) >= shared for k in range(start + 1, end)):
                             if units.rows[start] >= shared:
-                                values.append(work + cost.replay_work(shared) + later(start, end, shared))
+                                opening = cost.replay_work(shared) + cost.producer_work
+                                values.append(work + opening + later(start, end, shared))
         return min(values)
 
     @lru_cache(None)

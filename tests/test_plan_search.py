@@ -21,7 +21,7 @@ from harts_hf.planning.subtrees import piece_sums, random_order, random_pieces
 from harts_hf.planning.units import Units
 from harts_hf.tree import PrefixTree
 
-COSTS = (CostModel(), CostModel(pair=0.25, replay=0.5, chunk_size=2))
+COSTS = (CostModel(), CostModel(pair=0.25, replay=0.5, chunk_size=2, producer=3))
 
 
 def random_units(rng, cost):

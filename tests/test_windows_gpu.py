@@ -118,10 +118,15 @@ def test_gradients_of_a_step_are_as_close_as_in_one_microbatch(model_type, recom
 @on_gpu
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "offload_producers": True}], ids=str)
 def test_training_with_windows_on_the_gpu(tmp_path, options):
-    """Three updates with windows inside of windows, and without, from one checkpoint."""
-    checkpoint = save_checkpoint(tmp_path / "model", **GPU_SIZES["bailing_hybrid"])
+    """Three updates with windows inside of windows, and without, from one checkpoint.
+
+    Every token goes to all experts: a GPU's products of two shapes round apart, and a router that chooses would now
+    and then choose another expert, after updates too.
+    """
+    sizes = GPU_SIZES["bailing_hybrid"] | {"num_experts_per_tok": TINY["bailing_hybrid"]["num_local_experts"]}
+    checkpoint = save_checkpoint(tmp_path / "model", **sizes)
     options = {"use_cpu": False, "max_steps": 3, "max_tokens_per_microbatch": 50, **options}
-    windows = train(TreeGRPOTrainer, checkpoint, tmp_path / "windows", **options)
+    windows = train(TreeGRPOTrainer, checkpoint, tmp_path / "windows", window_cost_rows=0, **options)
     options |= {"sharing_windows": False, "offload_producers": False, "max_tokens_per_microbatch": 4096}
     plain = train(TreeGRPOTrainer, checkpoint, tmp_path / "plain", **options)
     assert windows.logs[0]["tree/windows"] > 0 and plain.logs[0]["tree/windows"] == 0

@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class CostModel:
-    """Work of a microbatch as rows plus, optionally, visible attention pairs plus replay.
+    """Work of a microbatch as rows plus, optionally, visible attention pairs plus replay plus producers.
 
     The work of a set of trajectories in lexicographic order is the sum of `prefix_work(length)` minus the sum of
     `shared_work(lcp)` over neighbours, as compact work is. Each term is rounded to whole row equivalents, so plans
@@ -21,20 +21,26 @@ class CostModel:
         replay (`float`): cost of one replayed row, in rows, at most `row`: a fork at position `p` replays
             `p mod chunk_size` rows for each child but one.
         chunk_size (`int`): chunk of the linear attention, in tokens.
+        producer (`float`): cost of a sharing window beside its rows, in rows: its producer is a forward and backward
+            of its own, and a short one takes as long as the host needs to launch its kernels.
     """
 
     row: float = 1.0
     pair: float = 0.0
     replay: float = 0.0
     chunk_size: int = 64
+    producer: float = 0.0
 
     def __post_init__(self):
-        if not self.row > 0 or self.pair < 0 or not 0 <= self.replay <= self.row or self.chunk_size < 1:
-            raise ValueError(f"coefficients need row > 0, pair >= 0, 0 <= replay <= row, chunk_size >= 1: {self}")
+        is_sound = self.row > 0 and self.pair >= 0 and 0 <= self.replay <= self.row and self.producer >= 0
+        if not is_sound or self.chunk_size < 1:
+            raise ValueError(
+                f"coefficients need row > 0, pair and producer >= 0, 0 <= replay <= row, chunk_size >= 1: {self}"
+            )
 
     @cached_property
     def counts_rows(self) -> bool:
-        """Work equals compact work."""
+        """Work equals compact work, but for what producers cost beside their rows."""
         return self.row == 1.0 and self.pair == 0.0 and self.replay == 0.0
 
     def prefix_work(self, tokens):
@@ -55,11 +61,17 @@ class CostModel:
             return depth * 0
         return _round(self.replay * (depth % self.chunk_size))
 
+    @property
+    def producer_work(self) -> int:
+        """Work of opening a window, beside its producer's rows."""
+        return round(self.producer)
+
     def describe(self) -> str:
         """The coefficients, for reports."""
+        producer = f" + {self.producer:g} a window" if self.producer else ""
         if self.counts_rows:
-            return "rows"
-        return f"{self.row:g} rows + {self.pair:g} visible pairs + {self.replay:g} replayed rows"
+            return f"rows{producer}"
+        return f"{self.row:g} rows + {self.pair:g} visible pairs + {self.replay:g} replayed rows{producer}"
 
 
 def _round(value):

@@ -98,7 +98,9 @@ class Draft:
         if window is not None:
             tokens = self.windows[window].tokens
             work += self.units.cost.replay_work(tokens)
-            if not produces:
+            if produces:
+                work += self.units.cost.producer_work
+            else:
                 rows -= tokens
                 work -= self.units.cost.prefix_work(tokens)
         return rows, work

@@ -1,8 +1,8 @@
 """Cheapest partition of ordered units into ranges and sharing windows: an exact dynamic program over one level.
 
 A window is a run of consecutive ranges whose units share a prefix of `P` rows. Its first range is charged as it would
-be without a window, which pays for the producer; each later range is charged `P` rows less. So cutting inside a window
-costs the neighbours' LCP minus `P`, and a later range may span `P` rows more.
+be without a window, which pays for the producer's rows, and `CostModel.producer`; each later range is charged `P` rows
+less. So cutting inside a window costs the neighbours' LCP minus `P`, and a later range may span `P` rows more.
 
 Candidate space: every partition into contiguous ranges within the limit, with every choice of disjoint windows whose
 prefix is a fork of the tree whose subtree exceeds the limit. Forks that are hardly deeper than one kept above them are
@@ -112,7 +112,7 @@ class _Open:
         cost = units.cost
         self.start, self.end, self.tokens = prefix.start, prefix.end, prefix.tokens
         replay = cost.replay_work(prefix.tokens)
-        self.entry = replay * scale
+        self.entry = (replay + cost.producer_work) * scale
         inside = slice(prefix.start, prefix.end)
         discount = cost.prefix_work(prefix.tokens) - replay
         self.cut = ((units.cut_work[inside] - discount) * scale + step).tolist()
@@ -175,5 +175,5 @@ def partition_work(units: Units, ranges: list[Range], windows: list[SharedPrefix
     for k, window in enumerate(windows):
         consumers = sum(r.window == k for r in ranges)
         total -= (consumers - 1) * units.cost.prefix_work(window.tokens)
-        total += consumers * units.cost.replay_work(window.tokens)
+        total += consumers * units.cost.replay_work(window.tokens) + units.cost.producer_work
     return total

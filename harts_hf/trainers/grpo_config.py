@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from trl.trainer.grpo_config import GRPOConfig
 
+WINDOW_COST_ROWS = {"cuda": 20_000}  # default of `window_cost_rows` by device
+
 
 @dataclass
 class TreeGRPOConfig(GRPOConfig):
@@ -34,6 +36,10 @@ class TreeGRPOConfig(GRPOConfig):
             Keep what the backward of a window's producer needs, apart from what it hands over, in host memory while
             its microbatches run. With `gradient_checkpointing` these are the layers' inputs. Off by default: copies
             cost time, and the inputs are small.
+        window_cost_rows (`int`, *optional*):
+            Rows that a window must save beside those of its producer to be worth opening: a producer is a forward and
+            backward of its own. 20,000 by default on CUDA, where windows of a 7.9B model took that much longer on an
+            H200 than their rows say, and 0 elsewhere. `harts-hf calibrate` measures it: `producer` of its cost model.
         exchange_trajectories (`bool`, *optional*, defaults to `True`):
             With several processes: plan the trajectories of all of them as one step, so that work is even and
             prefixes are shared across processes. Token ids go to every process; the padded tensors of TRL's
@@ -47,7 +53,8 @@ class TreeGRPOConfig(GRPOConfig):
 
     Raises:
         ValueError: `max_tokens_per_microbatch` is below 1, `max_window_gib` is no size or set without
-            `gradient_checkpointing`, or an option of sharing windows is set without them.
+            `gradient_checkpointing`, `window_cost_rows` is below 0, or an option of sharing windows is set without
+            them.
     """
 
     max_tokens_per_microbatch: int = field(
@@ -69,6 +76,10 @@ class TreeGRPOConfig(GRPOConfig):
         default=False,
         metadata={"help": "Keep what the backward of a sharing window's producer needs in host memory meanwhile."},
     )
+    window_cost_rows: int | None = field(
+        default=None,
+        metadata={"help": "Rows that a sharing window must save beside its producer's; 20,000 on CUDA by default."},
+    )
     exchange_trajectories: bool = field(
         default=True,
         metadata={"help": "Plan the trajectories of all processes as one step, and run each where the plan puts it."},
@@ -84,8 +95,11 @@ class TreeGRPOConfig(GRPOConfig):
             raise ValueError(f"max_tokens_per_microbatch must be at least 1 row, got {self.max_tokens_per_microbatch}")
         if self.max_window_gib is not None and not 0 <= self.max_window_gib < 2**30:
             raise ValueError(f"max_window_gib must be a size in GiB, or None for no bound, got {self.max_window_gib}")
-        if not self.sharing_windows and (self.max_window_gib is not None or self.offload_producers):
-            raise ValueError("max_window_gib and offload_producers belong to sharing_windows=True")
+        of_windows = self.max_window_gib is not None or self.offload_producers or self.window_cost_rows is not None
+        if not self.sharing_windows and of_windows:
+            raise ValueError("max_window_gib, offload_producers and window_cost_rows belong to sharing_windows=True")
+        if self.window_cost_rows is not None and self.window_cost_rows < 0:
+            raise ValueError(f"window_cost_rows must be 0 or more, got {self.window_cost_rows}")
         if self.max_window_gib is not None and not self.gradient_checkpointing:
             raise ValueError(
                 "max_window_gib needs gradient_checkpointing=True: without it a window keeps all activations of its "

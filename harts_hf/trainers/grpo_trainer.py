@@ -22,11 +22,12 @@ from harts_hf.models.checkpoint import reload_weights
 from harts_hf.models.enable import causal_lm_of, enable_tree_forward, refuse_dropout
 from harts_hf.models.fused_modules import fuse_modules
 from harts_hf.models.routing import RouterSums, load_balancing_loss, router_sums
+from harts_hf.planning.cost import CostModel
 from harts_hf.planning.microbatches import plan_step
 from harts_hf.planning.window_memory import WindowMemory
 from harts_hf.tree import PrefixTree
 
-from .grpo_config import TreeGRPOConfig
+from .grpo_config import WINDOW_COST_ROWS, TreeGRPOConfig
 from .guards import MULTIMODAL_INPUTS, refuse_multimodal, refuse_options
 from .loss_oracle import LossOracle
 from .micro_batches import PlacedTrajectory, group_weights, place_trajectories, placements, splits_a_micro_batch
@@ -387,11 +388,15 @@ class TreeGRPOTrainer(TrajectoryDatasetMixin, GRPOTrainer):
         tree = PrefixTree.from_sequences([t.token_ids for t in shared.trajectories])
         check_token_ids(tree, self._text_config)
         options = self._tree_options
+        window_cost = options.window_cost_rows
+        if window_cost is None:
+            window_cost = WINDOW_COST_ROWS.get(self.accelerator.device.type, 0)
         plan = plan_step(
             tree,
             options.max_tokens_per_microbatch,
             num_replicas=ranks.size,
             windows=options.sharing_windows,
+            cost=CostModel(producer=window_cost),
             window_memory=self._window_memory,
         )
         return PlannedStep(ranks, shared, plan, self._in_lockstep), time.perf_counter() - plan_start
