@@ -165,13 +165,10 @@ class FidelityCases:
     def describe(self) -> dict:
         """The record before the first run."""
         config = self.model.config
-        installed = {
-            d.metadata["Name"].lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()
-        }
         record = {
             "command": command_line(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "versions": {name: installed.get(name) for name in PACKAGES},
+            "versions": {name: _version(name) for name in PACKAGES},
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "modules": self.modules,
             "model": {
@@ -187,3 +184,11 @@ class FidelityCases:
             "seed": self._seed,
         }
         return record | {name: part.describe() | {"runs": {}} for name, part in self.parts.items()}
+
+
+def _version(package: str) -> str | None:
+    """Of the installation that is imported, where there are several; None for a package that is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
