@@ -232,7 +232,12 @@ def test_vllm_importance_sampling(config, checkpoint, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"sharing_windows": False}, {"max_window_gib": 0.0, "gradient_checkpointing": True}, {"offload_producers": True}],
+    [
+        {"sharing_windows": False},
+        {"max_window_gib": 0.0, "gradient_checkpointing": True},
+        {"window_cost_rows": 10_000},
+        {"offload_producers": True},
+    ],
 )
 def test_window_options_move_no_number(options, checkpoint, tmp_path):
     runs = [
@@ -340,8 +345,10 @@ def test_refused_options(checkpoint, tmp_path):
         {"max_window_gib": 1.0, "gradient_checkpointing": False},
         {"max_window_gib": 1.0, "sharing_windows": False},
         {"offload_producers": True, "sharing_windows": False},
+        {"window_cost_rows": 0, "sharing_windows": False},
+        {"window_cost_rows": -1},
     ):
-        with pytest.raises(ValueError, match="max_window_gib"):
+        with pytest.raises(ValueError, match="max_window_gib|window_cost_rows"):
             TreeGRPOConfig(output_dir=str(tmp_path), use_cpu=True, **options)
     for kwargs in ({"use_reentrant": True}, {"preserve_rng_state": False}):  # without the key, torch is reentrant
         with pytest.raises(ValueError, match="use_reentrant=False.*sharing_windows=False"):
