@@ -4,7 +4,7 @@ import pytest
 import torch
 from trl.kernels import ChunkedLogProbFunction
 
-from harts_hf.kernels.log_probs import linear_log_probs
+from harts_hf.kernels.log_probs import _default_tile, linear_log_probs
 
 NAMES = ("log_probs", "entropies", "hidden", "weight", "bias")
 OPTIONS = [
@@ -262,3 +262,12 @@ def test_peak_memory_of_a_large_head():
     before = torch.cuda.memory_allocated()
     linear_log_probs(hidden, weight, targets).log_probs.sum().backward()
     assert torch.cuda.max_memory_allocated() - before <= 2**30
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 255, 4346, 32768, 40_000, 10**6])
+@pytest.mark.parametrize("implementation, megabytes", [("triton", 256), ("torch", 128)])
+def test_default_tiles_are_full_and_bounded(implementation, megabytes, num_rows):
+    """Memory is what the docstring says, and hardly less is used: bf16 for Triton, fp32 for torch."""
+    rows, entries = _default_tile(num_rows, implementation)
+    size = rows * entries * (2 if implementation == "triton" else 4) / 2**20
+    assert 1 <= rows <= max(1, num_rows) and 0.9 * megabytes <= size <= megabytes

@@ -130,6 +130,33 @@ def test_more_branches_than_a_group_holds():
     assert len(layout.sequences.sums.stages) == 2
 
 
+@pytest.mark.parametrize("kind", ["kda", "gated_delta_rule"])
+def test_slices_of_one_projection_have_the_bits_of_copies(kind):
+    """Queries, keys and values as models give them: slices of one tensor, whose rows lie apart."""
+    from harts_hf.kernels.linear_attention_tree import run_tree
+
+    batch = CompactBatch(PrefixTree.from_sequences(SHAPES["fork at 129"]), device=DEVICE)
+    layout = batch.chunk_layout(64, []).sequences
+    made = make_inputs(kind, batch.num_rows, 0, heads=(2, 2), dims=(16, 16), dtype=torch.float32)
+    q, k, v, g, beta = (x.to(DEVICE) for x in made)
+    weights = torch.randn(v.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+    def run(queries, keys, values):
+        options = {"scale": 0.25, "use_qk_l2norm": True, "safe_gate": False}
+        return run_tree(queries, keys, values, g, beta, None, layout, **options)[0]
+
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    expected = run(*leaves)
+    gradients = torch.autograd.grad(expected, leaves, weights)
+    joined = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1).requires_grad_()
+    slices = [x.unflatten(1, (2, 16)) for x in joined.split(32, dim=1)]
+    assert not any(x.is_contiguous() for x in slices)
+    actual = run(*slices)
+    (gradient,) = torch.autograd.grad(actual, joined, weights)
+    assert torch.equal(actual, expected)
+    assert torch.equal(gradient, torch.cat([x.flatten(1) for x in gradients], dim=1))
+
+
 @pytest.mark.parametrize(
     "width, activation, has_bias", [(4, "silu", True), (4, None, False), (3, "silu", False), (6, "silu", True)]
 )
