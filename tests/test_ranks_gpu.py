@@ -1,4 +1,4 @@
-"""The trainer's code for several ranks on one GPU: NCCL, DDP and FSDP2 around one rank, in bf16."""
+"""The trainer's code for several ranks on one GPU, in bf16: one rank of NCCL as DDP has it, and FSDP2 around it."""
 
 import pytest
 import torch
