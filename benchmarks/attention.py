@@ -15,7 +15,6 @@ ones alone are run. Writes a JSON record.
 
 import argparse
 import functools
-import importlib.metadata
 import itertools
 import json
 import os
@@ -26,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from device_timing import command_line, measure
+from device_timing import command_line, installed_versions, measure
 from kernel_trees import SEED, rollout_trees, synthetic_trees
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -170,11 +169,10 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = os.environ.get("HARTS_ROLLOUTS")
     packages = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl")
-    installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
     record = {
         "command": command_line(),
         "device": torch.cuda.get_device_name(),
-        "versions": {name: importlib.metadata.version(name) for name in packages if name in installed},
+        "versions": installed_versions(*packages),
         "dtype": "bfloat16",
         "seed": SEED,
         "shapes": {

@@ -1,5 +1,6 @@
 """Times and memory of jobs on a GPU: interleaved repeats in one process, by device events."""
 
+import importlib.metadata
 import statistics
 import sys
 from pathlib import Path
@@ -18,6 +19,17 @@ def command_line() -> str:
         place = arguments.index(option)
         del arguments[place : place + 2]
     return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
+
+
+def installed_versions(*packages: str) -> dict[str, str]:
+    """Versions of those that are installed; where there are several of one, of that which is imported."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def measure(jobs: dict, repeats: int) -> dict:

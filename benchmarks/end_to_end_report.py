@@ -14,7 +14,7 @@ def derive(record: dict) -> None:
             entry["compression"] = round(entry["expanded_tokens"] / entry["rows_computed"], 4)
             if "plan_seconds" in entry:
                 # Both are of the whole plan, and trees are built inside of the step's seconds.
-                plan, trees = (entry[name] * entry["share_of_tokens"] for name in ("plan_seconds", "tree_seconds"))
+                plan, trees = (entry[key] * entry["share_of_tokens"] for key in ("plan_seconds", "tree_seconds"))
                 entry["planning_share"] = round((plan + trees) / (plan + entry["seconds"]), 4)
             if expanded is None or name == "expanded":
                 continue

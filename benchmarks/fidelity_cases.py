@@ -1,13 +1,12 @@
 """What fidelity.py runs: the model, the inputs of its two parts, and how two runs are compared."""
 
 import dataclasses
-import importlib.metadata
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from device_timing import command_line
+from device_timing import command_line, installed_versions
 from distribution_statistics import compare_distributions, compare_experts
 from fidelity_runs import Run, chain_targets, microbatch_targets, run_chains, run_microbatch
 from gradient_samples import compare_gradients
@@ -168,7 +167,7 @@ class FidelityCases:
         record = {
             "command": command_line(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "versions": {name: _version(name) for name in PACKAGES},
+            "versions": installed_versions(*PACKAGES),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "modules": self.modules,
             "model": {
@@ -184,11 +183,3 @@ class FidelityCases:
             "seed": self._seed,
         }
         return record | {name: part.describe() | {"runs": {}} for name, part in self.parts.items()}
-
-
-def _version(package: str) -> str | None:
-    """Of the installation that is imported, where there are several; None for a package that is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

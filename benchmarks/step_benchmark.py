@@ -1,7 +1,6 @@
 """What `end_to_end.py` measures of one variant on one step: passes, memory, planning, work, a profile."""
 
 import argparse
-import importlib.metadata
 import json
 import statistics
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from device_timing import command_line
+from device_timing import command_line, installed_versions
 from end_to_end_report import derive
 from extended_record import add_step_facts, extend_record, read_record
 from hybrid_model import build_hybrid_model, choose_modules
@@ -57,6 +56,7 @@ VARIANTS = {
     "expanded_grouped_mm": Variant(experts="grouped_mm", modules="stock", first_step_only=True),
     "tree_grouped_mm": Variant("tree", experts="grouped_mm", modules="stock", first_step_only=True),
 }
+PACKAGES = ("torch", "triton", "transformers", "trl", "fla-core", "flash-attn-4", "causal-conv1d")
 STEADY = 0.03  # a spread above this asks for a third pass
 FEWEST_SECONDS = 3.0  # left for a measurement to begin
 
@@ -76,7 +76,7 @@ class Benchmark:
         self.record = {
             "command": command_line(),
             "device": torch.cuda.get_device_name() if self.is_cuda else "cpu",
-            "versions": versions(),
+            "versions": {"python": sys.version.split()[0]} | installed_versions(*PACKAGES),
             "seed": arguments.seed,
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "parameters": sum(p.numel() for p in self.model.parameters()),
@@ -330,16 +330,6 @@ def time_optimizer(model) -> dict:
     del optimizer
     torch.cuda.empty_cache()
     return result
-
-
-def versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    for name in ("torch", "triton", "transformers", "trl", "fla-core", "flash-attn-4", "causal-conv1d"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def summary(entry: dict) -> str:

@@ -31,7 +31,9 @@ def gather(x: torch.Tensor, index: torch.Tensor, dtype: torch.dtype | None = Non
 
 def with_whole_rows(x: torch.Tensor) -> torch.Tensor:
     """`x`, or a contiguous copy where its rows are not contiguous in themselves."""
-    return x if len(x) and x[0].is_contiguous() else x.contiguous()
+    if x.is_contiguous() or (len(x) and x[0].is_contiguous()):
+        return x
+    return x.contiguous()
 
 
 def sum_rows(values: torch.Tensor, sums: RowSums, dtype: torch.dtype) -> torch.Tensor:

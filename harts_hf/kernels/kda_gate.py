@@ -39,7 +39,7 @@ def kda_gate(
         ValueError: fp64 for Triton.
     """
     if (implementation or ("triton" if x.is_cuda else "torch")) == "torch":
-        return _kda_gate_torch(x, A_log, dt_bias, lower_bound, dtype)
+        return log_decay(x, A_log, dt_bias, lower_bound).to(dtype)
     if x.dtype == torch.float64:
         raise ValueError("kda_gate in Triton computes in fp32: pass implementation='torch' for fp64")
     from .kda_gate_triton import KDAGate
@@ -47,10 +47,17 @@ def kda_gate(
     return KDAGate.apply(x, A_log, dt_bias, None if lower_bound is None else float(lower_bound), dtype)
 
 
-def _kda_gate_torch(x, A_log, dt_bias, lower_bound, dtype):
-    compute = torch.promote_types(x.dtype, torch.float32)
-    x = x.to(compute) + dt_bias.to(compute).view(x.shape[-2:])
-    rate = A_log.to(compute).exp().view(-1, 1)
+def log_decay(
+    x: torch.Tensor, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, lower_bound: float | None
+) -> torch.Tensor:
+    """The gate in torch, on any device: as `kda_gate`, in fp32 (fp64 for fp64 `x`), and in that dtype.
+
+    Without `A_log` the rate is 1, without `dt_bias` nothing is added, as in `chunk_kda(use_gate_in_kernel=True)`.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if dt_bias is not None:
+        x = x + dt_bias.to(x.dtype).view(x.shape[-2:])
+    rate = 1.0 if A_log is None else A_log.to(x.dtype).exp().view(-1, 1)
     if lower_bound is None:
-        return (-rate * torch.nn.functional.softplus(x)).to(dtype)
-    return (lower_bound * torch.sigmoid(rate * x)).to(dtype)
+        return -rate * torch.nn.functional.softplus(x)
+    return lower_bound * torch.sigmoid(rate * x)

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from .chunk_layout import ChunkLayout
+from .kda_gate import log_decay
 from .linear_attention_packed import load_packed_function, run_packed_calls
 from .linear_attention_reference import run_recurrence
 from .linear_attention_torch import run_chunks
@@ -94,7 +95,7 @@ def tree_kda(
             raise ValueError("use_gate_in_kernel needs A_log, or lower_bound")
         if safe_gate and (lower_bound is None or not -5 <= lower_bound < 0):
             raise ValueError(f"safe_gate needs a lower_bound in [-5, 0), got {lower_bound}")
-        g = _log_decay(g, A_log, dt_bias, lower_bound)
+        g = log_decay(g, A_log, dt_bias, lower_bound)
     elif A_log is not None or dt_bias is not None or lower_bound is not None:
         raise ValueError("A_log, dt_bias and lower_bound belong to use_gate_in_kernel=True")
     return _run(
@@ -126,17 +127,6 @@ def tree_gated_delta_rule(
         q, k, v, g, beta, initial_states, layout, scale, use_qk_l2norm, implementation, "gated_delta_rule",
         keep_intermediates=keep_intermediates,
     )  # fmt: skip
-
-
-def _log_decay(g, A_log, dt_bias, lower_bound: float | None) -> torch.Tensor:
-    """The gate of `chunk_kda(use_gate_in_kernel=True)`, per row: `[C, H, K]`, fp32 (fp64 for fp64 `g`)."""
-    g = g.to(torch.promote_types(g.dtype, torch.float32))
-    if dt_bias is not None:
-        g = g + dt_bias.to(g.dtype).view(g.shape[1:])
-    rate = 1.0 if A_log is None else A_log.to(g.dtype).exp()[:, None]
-    if lower_bound is None:
-        return -rate * torch.nn.functional.softplus(g)
-    return lower_bound * torch.sigmoid(rate * g)
 
 
 def _check_inputs(q, k, v, g, beta, initial_states, layout: ChunkLayout, decay_shape: tuple[int, ...]) -> None:

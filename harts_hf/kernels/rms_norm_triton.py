@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from .gather_rows_triton import with_whole_rows
+
 TILE = 4096  # elements of a program's tile
 PROGRAMS = 1024  # of the backward at most; each leaves a part of the weight's gradient
 
@@ -14,7 +16,8 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, gate, epsilon, zero_centered, activation, dtype):
-        x, gate = _dense_rows(x), _dense_rows(gate)
+        x = with_whole_rows(x)
+        gate = None if gate is None else with_whole_rows(gate)
         num_rows, dim = x.shape
         y = torch.empty(num_rows, dim, dtype=dtype, device=x.device)
         rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
@@ -40,7 +43,7 @@ class RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, weight, gate, rstd = ctx.saved_tensors
-        grad = _dense_rows(grad)
+        grad = with_whole_rows(grad)
         num_rows, dim = x.shape
         grad_x = torch.empty(num_rows, dim, dtype=x.dtype, device=x.device)
         grad_gate = None if gate is None else torch.empty(num_rows, dim, dtype=gate.dtype, device=x.device)
@@ -71,11 +74,6 @@ class RMSNorm(torch.autograd.Function):
             )
         grad_weight = None if parts is None else parts.sum(0).to(weight.dtype)
         return grad_x, grad_weight, grad_gate, None, None, None, None
-
-
-def _dense_rows(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Rows whose channels are neighbours in memory."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
 def _blocks(dim: int) -> dict[str, int]:
