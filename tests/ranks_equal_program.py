@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from harts_hf import ExpertBiasCallback, TreeGRPOTrainer, load_sharded
 from harts_hf.planning.plan import StepPlan
-from harts_hf.trainers import grpo_trainer
+from harts_hf.trainers import grpo_trainer, step_planner
 
 WINDOWS = {"max_tokens_per_microbatch": 60}
 BIAS_RATE = 0.25
@@ -75,7 +75,7 @@ class MeasuredRows:
     def __init__(self):
         self.steps: list[tuple[StepPlan, list[int]]] = []  # plan of all ranks, rows of each forward of this one
         self._plan: StepPlan | None = None
-        self._plan_step, self._train_plan = grpo_trainer.plan_step, grpo_trainer.train_plan
+        self._plan_step, self._train_plan = step_planner.plan_step, grpo_trainer.train_plan
 
     def __enter__(self):
         def plan_step(*args, **kwargs):
@@ -86,11 +86,11 @@ class MeasuredRows:
             self.steps.append((self._plan, []))
             return self._train_plan(*args, **kwargs)
 
-        grpo_trainer.plan_step, grpo_trainer.train_plan = plan_step, train_plan
+        step_planner.plan_step, grpo_trainer.train_plan = plan_step, train_plan
         return self
 
     def __exit__(self, *unused):
-        grpo_trainer.plan_step, grpo_trainer.train_plan = self._plan_step, self._train_plan
+        step_planner.plan_step, grpo_trainer.train_plan = self._plan_step, self._train_plan
 
     def watch(self, trainer) -> None:
         """For `train(prepare=...)`."""
@@ -172,7 +172,7 @@ def uneven_ranks(folder: Path) -> None:
         "replicas of FSDP2, EP2": {**gloo, "load": partial(load, fsdp_size=2, dp_replicate_size=2)},
         "replicas of FSDP2": {**gloo, "fsdp": True, "parallelism_config": replicas},
     }
-    given = grpo_trainer.plan_step
+    given = step_planner.plan_step
     for name, case in cases.items():
         rng = np.random.default_rng(0)
         lengths = [[3, 1, 0, 2], [0, 0, 4, 0]]
@@ -180,7 +180,7 @@ def uneven_ranks(folder: Path) -> None:
         def uneven(tree, *args, rng=rng, lengths=lengths, **kwargs):
             return plan_of_lengths(tree, lengths.pop(0), rng) if lengths else given(tree, *args, **kwargs)
 
-        grpo_trainer.plan_step = uneven
+        step_planner.plan_step = uneven
         with MeasuredRows() as measured:
             tree = train(TreeGRPOTrainer, checkpoint, folder, **options, **case, **WINDOWS, prepare=measured.watch)
         assert [log["tree/windows"] > 0 for log in tree.logs[:3]] == [False, False, True]
@@ -189,7 +189,7 @@ def uneven_ranks(folder: Path) -> None:
         if "replicas" in name:
             placements = next(tree.trainer.model.parameters()).placements
             assert placements == (Replicate(), Shard(0)), placements
-        grpo_trainer.plan_step = given
+        step_planner.plan_step = given
 
 
 BF16_RUNS = {

@@ -24,7 +24,7 @@ from harts_hf import TreeGRPOTrainer, load_sharded
 from harts_hf.distributed.ranks import Ranks
 from harts_hf.planning.microbatches import plan_step
 from harts_hf.planning.plan import Microbatch, StepPlan
-from harts_hf.trainers import grpo_trainer
+from harts_hf.trainers import step_planner
 from harts_hf.trainers.micro_batches import PlacedTrajectory
 from harts_hf.trainers.planned_step import PlannedStep, share_trajectories
 from harts_hf.tree import PrefixTree
@@ -130,7 +130,7 @@ def random_plans(folder: Path) -> None:
             counts.add(tuple(lengths))
             return plan_of_lengths(tree, lengths, rng)
 
-        grpo_trainer.plan_step = random_plan
+        step_planner.plan_step = random_plan
         tree = train(TreeGRPOTrainer, checkpoint, folder, **options, load=load)
         assert isinstance(next(tree.trainer.model.parameters()), DTensor) == (name == "experts")
         assert any(0 in lengths for lengths in counts) and any(set(lengths) == {1, 3} for lengths in counts), counts
@@ -383,14 +383,14 @@ def deep_tree(folder: Path) -> None:
 def one_rank_fails(folder: Path) -> None:
     """Rank 1 raises between two collectives; rank 0 must not wait for it for ever."""
     checkpoint = save_checkpoint(folder / f"checkpoint{RANK}")
-    given = grpo_trainer.plan_step
+    given = step_planner.plan_step
 
     def failing_plan(*args, **kwargs):
         if RANK == 1:
             raise ValueError("rank 1 has no plan")
         return given(*args, **kwargs)
 
-    grpo_trainer.plan_step = failing_plan
+    step_planner.plan_step = failing_plan
     train(TreeGRPOTrainer, checkpoint, folder, **DDP, ddp_timeout=20)
 
 

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
-import harts_hf.trainers.grpo_trainer as grpo_trainer
+import harts_hf.trainers.step_planner as step_planner
 from harts_hf import PrefixTree, TreeGRPOConfig, TreeGRPOTrainer, UnsupportedModelError
 from harts_hf.batch import CompactBatch
 from harts_hf.planning.plan import Microbatch, StepPlan
@@ -134,7 +134,7 @@ def fixed_plan(groups):
 def test_equals_stock(case, plan, checkpoint, stock_runs, tmp_path, monkeypatch):
     stock, other = stock_runs(case)
     if PLANS[plan] is not None:
-        monkeypatch.setattr(grpo_trainer, "plan_step", fixed_plan(PLANS[plan]))
+        monkeypatch.setattr(step_planner, "plan_step", fixed_plan(PLANS[plan]))
     options = {"max_tokens_per_microbatch": WINDOW_ROWS} if plan == "windows" else {}
     tree = train(TreeGRPOTrainer, checkpoint, tmp_path, case_rollouts(case), **{**case_options(case), **options})
     noise = gradient_error(other, stock)
@@ -299,7 +299,7 @@ def test_coupled_loss_raises_before_the_update(checkpoint, tmp_path, monkeypatch
     def keep(trainer):
         kept.update(trainer=trainer, parameters={n: p.detach().clone() for n, p in trainer.model.named_parameters()})
 
-    monkeypatch.setattr(grpo_trainer, "plan_step", fixed_plan(UNEVEN))
+    monkeypatch.setattr(step_planner, "plan_step", fixed_plan(UNEVEN))
     with pytest.raises(RuntimeError, match="couples trajectories.*Nothing was updated"):
         train(Coupled, checkpoint, tmp_path, prepare=keep)
     for name, parameter in kept["trainer"].model.named_parameters():
@@ -311,7 +311,7 @@ def test_coupled_loss_raises_before_the_update(checkpoint, tmp_path, monkeypatch
 def test_failure_in_a_microbatch_leaves_no_gradient(plan, checkpoint, tmp_path, monkeypatch):
     """The step raises; with windows in their second, after the first has run backward."""
     if PLANS[plan] is not None:
-        monkeypatch.setattr(grpo_trainer, "plan_step", fixed_plan(PLANS[plan]))
+        monkeypatch.setattr(step_planner, "plan_step", fixed_plan(PLANS[plan]))
     calls, kept = [], {}
 
     def fail_late(trainer):

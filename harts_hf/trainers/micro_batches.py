@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from harts_hf.batch import CompactBatch
-from harts_hf.execution import Trajectory
+from harts_hf.execution import MicrobatchResult, Trajectory
+from harts_hf.models.routing import RouterSums, router_sums
 from harts_hf.planning.plan import StepPlan
 
 
@@ -125,12 +126,23 @@ def placements(batch: CompactBatch, placed: Sequence[PlacedTrajectory]) -> dict[
     }
 
 
-def group_weights(batch: CompactBatch, placed: Sequence[PlacedTrajectory], num_micro_batches: int) -> torch.Tensor:
-    """How many of the batch's trajectories pass through each known row, per stock micro-batch: `[M, p + C]`, fp32."""
-    weights = np.zeros((num_micro_batches, batch.num_known_rows), dtype=np.float32)
+def router_sums_of(
+    result: MicrobatchResult, placed: Sequence[PlacedTrajectory], num_micro_batches: int, top_k: int
+) -> RouterSums:
+    """Sums for the load-balancing loss of each stock micro-batch, over the known rows of one compact batch.
+
+    Args:
+        result: of a forward that was asked for router logits.
+        placed: the batch's trajectories, in the batch's order.
+        num_micro_batches: of the step.
+        top_k: experts per token.
+    """
+    batch, logits = result.batch, result.output.router_logits
+    assert logits is not None
+    weights = np.zeros((num_micro_batches, batch.num_known_rows), dtype=np.float32)  # trajectories through each row
     for rows, trajectory in zip(batch.rows, placed, strict=True):
         weights[trajectory.micro_batch, rows] += 1
-    return torch.from_numpy(weights).to(batch.device)
+    return router_sums(logits, torch.from_numpy(weights).to(batch.device), top_k)
 
 
 def splits_a_micro_batch(plan: StepPlan, placed: Sequence[PlacedTrajectory]) -> bool:

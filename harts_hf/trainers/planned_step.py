@@ -15,7 +15,7 @@ import torch
 
 from harts_hf.distributed.ranks import Ranks
 from harts_hf.distributed.tensor_bytes import layout_of, num_bytes, pack, unpack
-from harts_hf.planning.plan import StepPlan
+from harts_hf.planning.plan import Microbatch, StepPlan
 from harts_hf.planning.program import plan_program
 
 from .micro_batches import PlacedTrajectory
@@ -77,7 +77,7 @@ def share_trajectories(
 class PlannedStep:
     """A plan of several ranks' trajectories and the transfers that it needs.
 
-    All methods are collective.
+    Making one, `share_micro_batches` and `send_home` are collective.
 
     Args:
         ranks: who takes part; rank `r` runs the plan's replica `r`.
@@ -109,9 +109,8 @@ class PlannedStep:
         self.own_micro_batches = [g for g, home in enumerate(self._homes) if home == ranks.rank]
         self._refuse_different_plans()
         executors = [set[int]() for _ in self._homes]  # of each micro-batch
-        self._moved: dict[
-            tuple[int, int], dict[int, list[int]]
-        ] = {}  # (executor, home) -> micro-batch -> trajectories
+        # (executor, home) -> micro-batch -> trajectories
+        self._moved: dict[tuple[int, int], dict[int, list[int]]] = {}
         for slot in plan.slots:
             for executor, microbatch in enumerate(slot):
                 for i in () if microbatch is None else microbatch.trajectories:
@@ -122,6 +121,10 @@ class PlannedStep:
         self._visitors = [sorted(found - {home}) for found, home in zip(executors, self._homes, strict=True)]
         held = [g for g, home in enumerate(self._homes) if ranks.rank == home or ranks.rank in self._visitors[g]]
         self.shapes = {g: shared.shapes[g] for g in held}
+
+    def trajectories_of(self, microbatch: Microbatch) -> list[PlacedTrajectory]:
+        """The trajectories of a microbatch of the plan, in its order."""
+        return [self.trajectories[i] for i in microbatch.trajectories]
 
     def share_micro_batches(self, own: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """Send each micro-batch to the ranks that run a part of it.
