@@ -19,7 +19,7 @@ import torch
 from harts_hf.batch import CompactBatch
 from harts_hf.kernels.chunk_layout import ChunkLayout
 from harts_hf.layouts import make_chunk_layout
-from harts_hf.models.enable import causal_lm_of
+from harts_hf.models.causal_lm import causal_lm_of
 from harts_hf.models.families import family_of
 from harts_hf.models.linear_attention_seam import CHUNK_SIZE, TREE_FUNCTIONS
 from harts_hf.planning.rounds import plan_rounds

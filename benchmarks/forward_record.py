@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from harts_hf.models.enable import attribute, causal_lm_of
+from harts_hf.models.causal_lm import causal_lm_of
 from harts_hf.models.families import family_of
 from harts_hf.models.routing import watch_routers
 
@@ -44,7 +44,7 @@ def record_forwards(model) -> Iterator[ForwardRecord]:
     """
     base = causal_lm_of(model)
     family = family_of(base)
-    backbone = attribute(base, family.backbone)
+    backbone = base.get_submodule(family.backbone)
     record = ForwardRecord()
 
     def begin(_module, _args):

@@ -14,7 +14,7 @@ import torch
 
 from harts_hf.batch import CompactBatch
 from harts_hf.boundary import Boundary
-from harts_hf.models.enable import TreeOutput
+from harts_hf.models.tree_forward import TreeOutput
 from harts_hf.planning.consumer_tree import filler_tree
 from harts_hf.planning.plan import Microbatch, StepPlan
 from harts_hf.planning.program import Operation, plan_program

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from harts_hf.batch import CompactBatch
-from harts_hf.models.enable import causal_lm_of, has_tree_forward
+from harts_hf.models.causal_lm import causal_lm_of
+from harts_hf.models.enable import has_tree_forward
 from harts_hf.tree import PrefixTree
 
 

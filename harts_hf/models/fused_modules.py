@@ -17,7 +17,7 @@ from harts_hf.kernels.kda_gate import kda_gate
 from harts_hf.kernels.rms_norm import rms_norm
 from harts_hf.kernels.swiglu import swiglu
 
-from .enable import causal_lm_of
+from .causal_lm import causal_lm_of
 from .families import family_of
 
 _ATTRIBUTE = "_harts_fused_forward"  # on the module, so that copies and pickles have it too

@@ -3,7 +3,7 @@
 import torch
 from transformers import TrainerCallback
 
-from harts_hf.models.enable import causal_lm_of
+from harts_hf.models.causal_lm import causal_lm_of
 from harts_hf.models.routing import expert_biases
 
 from .grpo_trainer import TreeGRPOTrainer

@@ -10,8 +10,10 @@ from accelerate.utils.memory import clear_device_cache
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from harts_hf.execution import ForwardOptions, forward_plan, train_plan
+from harts_hf.models.causal_lm import causal_lm_of
 from harts_hf.models.checkpoint import reload_weights
-from harts_hf.models.enable import causal_lm_of, enable_tree_forward, refuse_dropout
+from harts_hf.models.dropout import refuse_dropout
+from harts_hf.models.enable import enable_tree_forward
 from harts_hf.models.fused_modules import fuse_modules
 from harts_hf.models.routing import load_balancing_loss
 

@@ -8,7 +8,7 @@ from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.training_args import OptimizerNames
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from harts_hf.models.enable import causal_lm_of
+from harts_hf.models.causal_lm import causal_lm_of
 from harts_hf.models.sharded import needs_order
 
 MULTIMODAL_INPUTS = ("pixel_values", "image_grid_thw", "num_images", "image_sizes", "num_tiles")

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from harts_hf.distributed.ranks import Ranks
-from harts_hf.models.enable import TreeOutput
 from harts_hf.models.routing import RouterSums, load_balancing_loss
+from harts_hf.models.tree_forward import TreeOutput
 
 from .loss_oracle import LossGradient, LossInputs
 from .micro_batches import Placement
