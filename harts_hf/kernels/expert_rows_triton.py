@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .swiglu_triton import silu_and_slope
+
 
 def forward(gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """`[S, I]` of `gate_up` `[S, 2 I]` and `weights` `[S]`, contiguous, CUDA: see `expert_rows.weighted_swiglu`."""
@@ -54,11 +56,10 @@ def _backward_swiglu_kernel(gate_up, weights, grad_output, grad_gate_up, grad_we
         gate = tl.load(gate_up + at, mask=is_inside, other=0).to(tl.float32)
         up = tl.load(gate_up + at + width, mask=is_inside, other=0).to(tl.float32)
         grad = tl.load(grad_output + row * width + column, mask=is_inside, other=0).to(tl.float32)
-        sigmoid = tl.sigmoid(gate)
-        silu = gate * sigmoid
+        silu, slope = silu_and_slope(gate)
         total += grad * silu * up
         grad = grad * weight
-        grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
+        grad_gate = grad * up * slope
         tl.store(grad_gate_up + at, grad_gate.to(grad_gate_up.dtype.element_ty), mask=is_inside)
         tl.store(grad_gate_up + at + width, (grad * silu).to(grad_gate_up.dtype.element_ty), mask=is_inside)
     tl.store(grad_weights + row, tl.sum(total, axis=0))

@@ -50,8 +50,14 @@ def _swiglu_backward_kernel(gate, up, grad, grad_gate, grad_up, size, BLOCK: tl.
     b_gate = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
     b_up = tl.load(up + at, mask=mask, other=0.0).to(tl.float32)
     b_grad = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(b_gate)
-    silu = b_gate * sigmoid
-    d_gate = b_grad * b_up * (sigmoid + silu * (1 - sigmoid))
-    tl.store(grad_gate + at, d_gate.to(grad_gate.dtype.element_ty), mask=mask)
+    silu, slope = silu_and_slope(b_gate)
+    tl.store(grad_gate + at, (b_grad * b_up * slope).to(grad_gate.dtype.element_ty), mask=mask)
     tl.store(grad_up + at, (b_grad * silu).to(grad_up.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def silu_and_slope(x):
+    """`silu(x) = x sigmoid(x)` and its derivative."""
+    sigmoid = tl.sigmoid(x)
+    silu = x * sigmoid
+    return silu, sigmoid + silu * (1 - sigmoid)
