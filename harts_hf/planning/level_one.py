@@ -18,21 +18,20 @@ import numpy as np
 from .align import align
 from .anneal import anneal_uneven
 from .bounds import least_rows
+from .contiguous import contiguous_packings, fewest_ranges
 from .draft import Bin, Draft
 from .level import level
 from .packing import ORDERS, pack, pack_by_filling
 from .partition import cheapest_partition, first_starts
 from .placement import place
+from .ranking import most_promising, rank, with_least_work
 from .refine import refine
 from .repack import repack
 from .units import Units
 
-LIMIT_STEPS = (0.0, 0.125, 0.5)  # where limits lie between the smallest and the budget
 GRAINS = (1, 4, 16)  # natural pieces hold at most the budget divided by one of these
 FILLED_GRAINS = (1, 2)  # the same for packings by filling
 SLOT_GAIN = 0.01  # share of the first objective that a plan with more slots has to gain
-REFINED = 3  # candidates that are refined, at least
-REFINED_BINS = 150  # and as many as hold this many bins together
 TRIED = 3  # packings that are repacked: of least work and, one of them, of fewest bins
 TRIAL_STEPS = 10_000  # units that each of those is repacked by
 REPACKED = 2  # of the results, packings that are repacked for longer, chosen likewise
@@ -77,7 +76,7 @@ def plan_without_windows(
     for num_slots in sorted({-(-fewest // num_replicas), -(-len(cheapest) // num_replicas)}):
         num_cells = num_slots * num_replicas
         candidates = [bins for bins in packings if len(bins) <= num_cells]
-        candidates += _contiguous(units, max_rows, num_cells)
+        candidates += contiguous_packings(units, max_rows, num_cells)
         candidates += [pack(units, p, max_rows, num_cells, "largest first", "lightest") for p in pieces]
         drafts += [_placed(units, bins, max_rows, num_slots, num_replicas) for bins in candidates if bins is not None]
     best: list[Draft] = []
@@ -170,58 +169,3 @@ def _placed(units: Units, packing: list[list[int]], max_rows: int, num_slots: in
     draft = Draft(units, max_rows, num_replicas, [Bin(m) for m in packing] + [Bin([]) for _ in range(empty)])
     place(draft.bins, num_replicas)
     return draft
-
-
-def rank(draft: Draft, objective: tuple[int, ...]) -> tuple[int, ...]:
-    """What plans are compared by: the objectives in order, then fewer slots."""
-    values = draft.objectives()
-    return (*(values[k] for k in objective), draft.num_slots)
-
-
-def most_promising(drafts: list[Draft], objective: tuple[int, ...]) -> list[Draft]:
-    """The drafts worth refining: the best few, more of them if they are small, and the one of least total work."""
-    drafts = sorted(drafts, key=lambda draft: rank(draft, objective))
-    return with_least_work(drafts, max(REFINED, REFINED_BINS // len(drafts[0].bins))) if drafts else []
-
-
-def with_least_work(drafts: list[Draft], count: int) -> list[Draft]:
-    """The first few drafts, and the one of least total work: it has most to gain from being evened out."""
-    least = min(drafts, key=lambda draft: draft.total_work)
-    return drafts[:count] + ([] if any(draft is least for draft in drafts[:count]) else [least])
-
-
-def fewest_ranges(units: Units, limit: int) -> int:
-    """Ranges that a contiguous partition within the limit needs at least: each is filled until nothing more fits."""
-    offsets, cuts = units.row_offsets, units.cut
-    start, count = 0, 0
-    while start < len(units):
-        room = limit - cuts[start] + offsets[start]
-        start = max(start + 1, int(np.searchsorted(offsets, room, side="right")) - 1)
-        count += 1
-    return count
-
-
-def _smallest_limit(units: Units, max_rows: int, num_ranges: int) -> int:
-    """The least limit that no unit within the budget exceeds and at which `num_ranges` ranges hold all units."""
-    low = int(units.rows[units.rows <= max_rows].max(initial=1))
-    high = max_rows
-    while low < high:
-        middle = (low + high) // 2
-        if fewest_ranges(units, middle) <= num_ranges:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-def _contiguous(units: Units, max_rows: int, num_cells: int) -> list[list[list[int]]]:
-    """Exact partitions into as many ranges as there are cells, or into all units if those are fewer."""
-    num_ranges = min(num_cells, len(units))
-    smallest = _smallest_limit(units, max_rows, num_ranges)
-    partitions = []
-    for limit in sorted({round(smallest + step * (max_rows - smallest)) for step in LIMIT_STEPS}):
-        starts = cheapest_partition(units.cut_work, first_starts(units.rows, units.added_rows, limit), num_ranges)
-        if starts is not None:
-            ends = [*starts[1:], len(units)]
-            partitions.append([list(range(s, e)) for s, e in zip(starts, ends, strict=True)])
-    return partitions

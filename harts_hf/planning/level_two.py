@@ -16,7 +16,8 @@ from .anneal import anneal_uneven
 from .bounds import least_rows
 from .draft import Draft, SharedPrefix
 from .level import level
-from .level_one import most_promising, plan_without_windows, rank
+from .level_one import plan_without_windows
+from .ranking import most_promising, rank
 from .refine import refine
 from .reseat import reseat
 from .units import Units
