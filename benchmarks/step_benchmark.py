@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import statistics
 import sys
 import time
 import traceback
@@ -15,10 +14,12 @@ from end_to_end_report import derive
 from extended_record import add_step_facts, extend_record, read_record
 from hybrid_model import build_hybrid_model, choose_modules
 from kernel_breakdown import profile_components
+from optimizer_timing import time_optimizer
 from rollout_steps import RolloutStep
+from step_entry import entry_of, spread, summary
 from step_run import StepRun
 from step_variants import StepRunner, build_batches, pack, tree_forward
-from step_work import H200_FLOPS, ForwardFlops
+from step_work import ForwardFlops
 
 from harts_hf.planning.cost import CostModel
 from harts_hf.planning.microbatches import plan_step
@@ -250,7 +251,7 @@ class Benchmark:
             runs.append(run(seconds_limit=repeat_limit))
         if peak is not None:  # the first pass may have ended early
             peak = max(peak, torch.cuda.max_memory_allocated())
-        entry = self.entry(runner, runs) | {"peak_bytes": peak}
+        entry = entry_of(runner, runs, self.flops) | {"peak_bytes": peak}
         if self.is_cuda and name in self.arguments.profile and name not in self.record.get("profiles", {}):
             if self.seconds_left > FEWEST_SECONDS:
                 self.profile(name, runner.step.name, lambda: run(microbatch_limit=first), first)
@@ -266,31 +267,6 @@ class Benchmark:
             self.has_failed = True
         self.record.setdefault("profiles", {})[name] = {"set": set_name, "microbatches": microbatches} | profile
 
-    def entry(self, runner: StepRunner, runs: list[StepRun]) -> dict:
-        complete = [r for r in runs if r.is_complete]
-        # The first pass may have ended early where a later one does not: kernels were compiled and tuned within it.
-        reported = complete[0] if complete else runs[0]
-        seconds = statistics.median(r.seconds for r in complete) if complete else reported.marks[-1]
-        tokens = sum(len(runner.step.trajectories[i].token_ids) for i in reported.trajectories)
-        return {
-            "complete": reported.is_complete,
-            "share_of_tokens": round(tokens / runner.step.num_tokens, 4),
-            "seconds": round(seconds, 4),
-            "complete_passes": [round(r.seconds, 4) for r in complete],
-            "spread": round(spread(complete if len(complete) > 1 else runs), 4),
-            "expanded_tokens": tokens,
-            "expanded_tokens_per_second": round(tokens / seconds, 1),
-            "microbatches": reported.microbatches,
-            "rows_computed": reported.embedded_rows,
-            "replay_tokens": reported.work.replay_tokens,
-            "rounds": reported.work.rounds,
-            "mfu": round(self.flops.model_flops(reported.work) / seconds / H200_FLOPS, 4),
-            "hfu": round(self.flops.hardware_flops(reported.work) / seconds / H200_FLOPS, 4),
-            "loss": runner.loss_of(reported.log_prob_sums),
-            "log_prob_sums": dict(sorted(reported.log_prob_sums.items())),
-            "loss_weights": [float(w) for w in -runner.step.advantages / runner.step.num_scored],
-        }
-
 
 def first_part(plan: StepPlan) -> int:
     """How many of a plan's first microbatches hold a forward of a producer and a consumer; one without windows.
@@ -298,45 +274,3 @@ def first_part(plan: StepPlan) -> int:
     A producer runs just before its first consumer and does not count; its backward comes after the last.
     """
     return next((i + 1 for i, microbatch in enumerate(plan.microbatches) if microbatch.window is not None), 1)
-
-
-def spread(runs: list[StepRun]) -> float:
-    """Largest difference between passes up to the last microbatch that all have run, over the shortest."""
-    last = min(len(r.marks) for r in runs) - 1
-    times = [r.marks[last] for r in runs]
-    return (max(times) - min(times)) / min(times)
-
-
-def time_optimizer(model) -> dict:
-    """Seconds of one update by fused AdamW with moments in the parameters' dtype, at a learning rate of 0.
-
-    The gradients of the pass before are there; a clipping of their norm is part of it, as in training.
-    """
-    kind = "fused AdamW without a master copy in fp32, clipping included"
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    try:
-        optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0, fused=True)
-        times = []
-        for _ in range(3):  # the first makes the moments
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-        result = {"kind": kind, "seconds": round(statistics.median(times[1:]), 4)}
-    except torch.OutOfMemoryError:
-        return {"kind": kind, "seconds": "out of memory"}
-    del optimizer
-    torch.cuda.empty_cache()
-    return result
-
-
-def summary(entry: dict) -> str:
-    if "skipped" in entry:
-        return f"skipped: {entry['skipped']}"
-    share = "" if entry["complete"] else f", {100 * entry['share_of_tokens']:.0f}% of the step"
-    return (
-        f"{entry['seconds']:.2f} s, {entry['expanded_tokens_per_second']:,.0f} expanded tokens/s, "
-        f"{entry['rows_computed']:,} rows, compression {entry['compression']:.2f}{share}"
-    )

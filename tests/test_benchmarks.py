@@ -107,7 +107,7 @@ def test_complete_passes_are_reported(benchmarks):
     """A first pass that ended early does not count where later ones are complete."""
     from types import SimpleNamespace
 
-    from step_benchmark import Benchmark
+    from step_entry import entry_of
     from step_run import StepRun
     from step_work import StepWork
 
@@ -127,12 +127,12 @@ def test_complete_passes_are_reported(benchmarks):
         return StepRun(marks[-1], marks, is_complete, members, len(marks), 3 * len(marks), StepWork(), sums)
 
     early, late, later = run([31.0], False, -1.0), run([2.0, 5.0], True, -2.0), run([2.0, 6.0], True, -3.0)
-    entry = Benchmark.entry(SimpleNamespace(flops=flops), runner, [early, late, later])
+    entry = entry_of(runner, [early, late, later], flops)
     assert entry["complete"] and entry["seconds"] == 5.5 and entry["complete_passes"] == [5.0, 6.0]
     assert entry["spread"] == pytest.approx(0.2)
     assert (entry["expanded_tokens"], entry["rows_computed"], entry["microbatches"]) == (10, 6, 2)
     assert entry["share_of_tokens"] == 1.0 and entry["log_prob_sums"] == {0: -2.0, 1: -2.0}
-    entry = Benchmark.entry(SimpleNamespace(flops=flops), runner, [early, early])
+    entry = entry_of(runner, [early, early], flops)
     assert not entry["complete"] and entry["seconds"] == 31.0 and entry["complete_passes"] == []
     assert entry["share_of_tokens"] == 0.4 and entry["log_prob_sums"] == {0: -1.0}
 
