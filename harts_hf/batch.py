@@ -16,7 +16,7 @@ import torch
 from harts_hf.boundary import Boundary
 from harts_hf.kernels.attention_layout import AttentionLayout
 from harts_hf.kernels.chunk_layout import ChunkLayout
-from harts_hf.kernels.tree_conv import ConvLayout
+from harts_hf.kernels.conv_layout import ConvLayout
 from harts_hf.layouts import make_chunk_layout
 from harts_hf.planning.consumer_tree import ConsumerTree
 from harts_hf.planning.rounds import RoundPlan, plan_rounds

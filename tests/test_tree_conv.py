@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from forests import random_forest, shapes
 
 from harts_hf.batch import CompactBatch
-from harts_hf.kernels.tree_conv import ConvLayout, tree_causal_conv
+from harts_hf.kernels.conv_layout import ConvLayout
+from harts_hf.kernels.tree_conv import tree_causal_conv
 from harts_hf.tree import PrefixTree
 
 VOCAB = 50

@@ -29,7 +29,7 @@ from harts_hf import (
 )
 from harts_hf.batch import CompactBatch
 from harts_hf.execution import ForwardOptions, Trajectory, forward_plan
-from harts_hf.kernels.tree_conv import ConvLayout
+from harts_hf.kernels.conv_layout import ConvLayout
 from harts_hf.models.families import FAMILIES
 from harts_hf.planning.microbatches import plan_step
 from harts_hf.tree import PrefixTree

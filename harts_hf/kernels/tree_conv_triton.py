@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from .conv_layout import ConvLayout
 from .gather_rows_triton import sum_rows
 from .row_sums import RowSums
-from .tree_conv import ConvLayout
 
 BLOCK_D = 256
 FORWARD_ROWS = 16
