@@ -14,7 +14,7 @@ from harts_hf import TreeGRPOTrainer
 from harts_hf.batch import CompactBatch
 from harts_hf.boundary import Boundary
 from harts_hf.execution import Trajectory
-from harts_hf.models.linear_attention_seam import _chunk_seam
+from harts_hf.models.linear_attention_seam import chunk_seam
 from harts_hf.planning.window_memory import WindowMemory
 from harts_hf.tree import PrefixTree
 from harts_hf.window_batches import WindowBatches
@@ -47,7 +47,7 @@ def outputs_by_trajectory(inputs, batch, known):
         "harts_safe_gate": False,
         "harts_recomputes": False,
     }
-    return _chunk_seam(*(x[:, known] for x in inputs), **options)[0][0]
+    return chunk_seam(*(x[:, known] for x in inputs), **options)[0][0]
 
 
 def compare(handoff, device, dtype, equal):

@@ -25,8 +25,8 @@ def install_linear_attention_seam(family: Family) -> None:
     if family.linear_attention is None or family.chunk_function is None:  # a softmax model
         return
     module = importlib.import_module(family.modeling_module)
-    _wrap(module, CONV_FUNCTION, _conv_seam)
-    _wrap(module, family.chunk_function, functools.partial(_chunk_seam, kind=family.linear_attention))
+    _wrap(module, CONV_FUNCTION, conv_seam)
+    _wrap(module, family.chunk_function, functools.partial(chunk_seam, kind=family.linear_attention))
 
 
 class _Seam:
@@ -49,7 +49,7 @@ def _wrap(module: ModuleType, name: str, tree_version) -> None:
         setattr(module, name, _Seam(function, tree_version))
 
 
-def _conv_seam(
+def conv_seam(
     hidden_states: torch.Tensor,  # [1, D, C]
     weight: torch.Tensor,  # [D, W]
     bias: torch.Tensor | None = None,
@@ -71,7 +71,7 @@ def _conv_seam(
     return outputs[len(inputs) - num_rows :].transpose(0, 1)[None]
 
 
-def _chunk_seam(
+def chunk_seam(
     query: torch.Tensor,  # [1, C, Hk, K]
     key: torch.Tensor,
     value: torch.Tensor,  # [1, C, H, V]
