@@ -15,7 +15,7 @@ from forests import random_forest, shapes
 from test_linear_attention import errors, make_inputs, relative_error
 
 from harts_hf.batch import CompactBatch
-from harts_hf.kernels.linear_attention_torch import run_chunks
+from harts_hf.kernels.linear_attention import tree_gated_delta_rule, tree_kda
 from harts_hf.kernels.row_sums import RowSums
 from harts_hf.kernels.tree_conv import tree_causal_conv
 from harts_hf.planning.sequences import MAX_GROUP
@@ -60,7 +60,6 @@ def chunk_end_rows(tree, size):
 
 def compare(kind, sequences, *, size=64, heads=(1, 2), dims=(16, 16), initial=False, num_boundaries=0, seed=0):
     """Outputs, boundary states and all gradients of the tree kernels and of the twin."""
-    from harts_hf.kernels.linear_attention import _prepare
     from harts_hf.kernels.linear_attention_tree import run_tree
 
     tree = PrefixTree.from_sequences(sequences)
@@ -93,7 +92,9 @@ def compare(kind, sequences, *, size=64, heads=(1, 2), dims=(16, 16), initial=Fa
         return run_tree(q, k, v, g, beta, initial_states, layout.sequences, **options)
 
     def twin(q, k, v, g, beta, initial_states):
-        return run_chunks(*_prepare(q, k, v, g, beta, scale, True), initial_states, layout)
+        function = tree_kda if kind == "kda" else tree_gated_delta_rule
+        options = {"initial_states": initial_states, "use_qk_l2norm": True, "implementation": "torch"}
+        return function(q, k, v, g, beta, layout, **options)
 
     actual, expected = results(tree_function, torch.float32), results(twin, torch.float64)
     names = [name for name, x in expected.items() if x.numel()]
