@@ -8,15 +8,14 @@ import pytest
 
 from harts_hf.planning import fill as filling
 from harts_hf.planning.anneal import anneal
-from harts_hf.planning.bounds import least_rows
+from harts_hf.planning.bounds import beats_plans_without_windows, least_rows
 from harts_hf.planning.cost import CostModel
 from harts_hf.planning.draft import Bin, Draft, SharedPrefix
 from harts_hf.planning.level import level
-from harts_hf.planning.level_two import _beats_plain_ones
 from harts_hf.planning.microbatches import plan_step, to_step_plan
 from harts_hf.planning.packing import pack_by_filling
 from harts_hf.planning.repack import BIN_WORK, repack
-from harts_hf.planning.rewindow import _prefix
+from harts_hf.planning.rewindow import prefix_of
 from harts_hf.planning.subtrees import piece_sums, random_order, random_pieces
 from harts_hf.planning.units import Units
 from harts_hf.tree import PrefixTree
@@ -154,7 +153,7 @@ def test_a_new_window_spans_all_units_with_its_prefix(seed):
     units = random_units(rng, COSTS[0]).coarsened(int(rng.integers(3, 12)), 30)
     for unit in range(len(units)):
         for tokens in range(1, int(units.common[unit]) + 1):
-            prefix = _prefix(units, unit, tokens)
+            prefix = prefix_of(units, unit, tokens)
             near = [units.lcp(min(u, unit), max(u, unit)) if u != unit else tokens for u in range(len(units))]
             inside = [u for u in range(len(units)) if near[u] >= tokens <= units.common[u]]
             assert (prefix.start, prefix.end, prefix.tokens) == (inside[0], inside[-1] + 1, tokens), f"seed {seed}"
@@ -193,11 +192,11 @@ def test_a_plan_that_beats_the_bound_beats_the_plan_without_windows(seed, object
 
 def test_only_rows_have_a_bound_without_windows():
     units = random_units(np.random.default_rng(0), COSTS[1])
-    assert not _beats_plain_ones(Draft(units, 1000, 1, [Bin(list(range(len(units))))]), (1, 0, 2))
+    assert not beats_plans_without_windows(Draft(units, 1000, 1, [Bin(list(range(len(units))))]), (1, 0, 2))
     units = random_units(np.random.default_rng(0), COSTS[0])
     draft = Draft(units, 1000, 1, [Bin(list(range(len(units))))])
     assert draft.total_work == least_rows(units, 1000)
-    assert not _beats_plain_ones(draft, (1, 0, 2))
+    assert not beats_plans_without_windows(draft, (1, 0, 2))
 
 
 def test_searches_find_what_a_greedy_packing_misses():

@@ -9,6 +9,7 @@ whatever else a microbatch holds, a plan parts their units into sets within the 
 
 import numpy as np
 
+from .draft import Draft
 from .units import Units
 
 
@@ -55,6 +56,18 @@ def least_rows(units: Units, max_rows: int, num_microbatches: int = 1, exact_uni
             depth = cuts[middle]
             pending += [(start, end, above, True), (start, middle, depth, False), (middle, end, depth, False)]
     return total + counted[0]
+
+
+def beats_plans_without_windows(draft: Draft, objective: tuple[int, ...]) -> bool:
+    """Whether the bound says that every plan without windows is worse than a draft; work has to count rows.
+
+    Args:
+        objective: order of comparison, indices into `Draft.objectives()`.
+    """
+    if not draft.units.cost.counts_rows:
+        return False
+    replicas = 1 if objective[0] == 0 else draft.num_replicas  # that share the first objective, at best evenly
+    return draft.objectives()[objective[0]] * replicas < least_rows(draft.units, draft.max_rows)
 
 
 def _least_rows_of_sets(units: Units, start: int, end: int, above: int, max_rows: int) -> int:

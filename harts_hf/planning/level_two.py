@@ -13,7 +13,7 @@ import numpy as np
 
 from .align import align
 from .anneal import anneal_uneven
-from .bounds import least_rows
+from .bounds import beats_plans_without_windows
 from .draft import Draft, SharedPrefix
 from .level import level
 from .level_one import plan_without_windows
@@ -89,17 +89,9 @@ def plan_with_windows(
             max_prefix=max_prefix,
         )
     best = min([plain, *drafts], key=lambda draft: rank(draft, objective))
-    if not _beats_plain_ones(best, objective):
+    if not beats_plans_without_windows(best, objective):
         plain = plan_without_windows(units, max_rows, num_replicas, objective)
     return min([plain, best], key=lambda draft: rank(draft, objective))
-
-
-def _beats_plain_ones(draft: Draft, objective: tuple[int, ...]) -> bool:
-    """Whether a lower bound says that every plan without windows is worse; work has to count rows."""
-    if not draft.units.cost.counts_rows:
-        return False
-    replicas = 1 if objective[0] == 0 else draft.num_replicas  # that share the first objective, at best evenly
-    return draft.objectives()[objective[0]] * replicas < least_rows(draft.units, draft.max_rows)
 
 
 class _Search:

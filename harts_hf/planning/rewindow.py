@@ -81,13 +81,13 @@ def _with_prefix(draft: Draft, chain: list[Bin], max_prefix: int, random: Random
     tokens = min(units.lcp(low, high), int(units.common[low]), int(units.common[high]), max_prefix)
     if tokens < 1:
         return []
-    prefix = _prefix(units, low, tokens)
+    prefix = prefix_of(units, low, tokens)
     draft.windows.append(prefix)
     return _seats(chain, len(draft.windows) - 1)
 
 
-def _prefix(units: Units, unit: int, tokens: int) -> SharedPrefix:
-    """All units that start with the first tokens of a unit."""
+def prefix_of(units: Units, unit: int, tokens: int) -> SharedPrefix:
+    """The prefix that a unit's first `tokens` tokens are, shared by all units that start with them."""
     lcp = units.lcp
     start = bisect_left(range(unit), True, key=lambda u: lcp(u, unit) >= tokens)
     end = bisect_left(range(len(units)), True, lo=unit + 1, key=lambda u: lcp(unit, u) < tokens)
