@@ -516,6 +516,26 @@ def test_collator_trains_like_the_expanded_batch():
         assert (gradient - expected).norm() <= GRADIENT_TOLERANCE * expected.norm().clamp(min=1e-4), name
 
 
+@pytest.mark.parametrize("model_type", ["bailing_hybrid", "qwen3_next", "qwen3_5_moe_text", "qwen3_moe"])
+def test_collated_loss_has_the_auxiliary_loss_of_the_stock_model(model_type):
+    """`output_router_logits` in the config adds it in Qwen's models, and in no other; so does a tree forward."""
+    model = tiny_model(model_type, output_router_logits=True, router_aux_loss_coef=0.5)
+    sequences = random_forest(np.random.default_rng(23), VOCAB, max_trajectories=6)
+    width = max(map(len, sequences))
+    ids = torch.stack(
+        [torch.nn.functional.pad(torch.as_tensor(s), (0, width - len(s)), value=-100) for s in sequences]
+    )
+    known = ids != -100
+    stock = model(input_ids=ids.where(known, 0), attention_mask=known.long(), labels=ids).loss
+    expected = torch.autograd.grad(stock, list(model.parameters()), allow_unused=True)
+    tree = enable_tree_forward(model)(**DataCollatorWithPrefixTree()([{"input_ids": s} for s in sequences])).loss
+    assert (tree - stock).abs() < 1e-5
+    actual = torch.autograd.grad(tree, list(model.parameters()), allow_unused=True)
+    for (name, _), gradient, reference in zip(model.named_parameters(), actual, expected, strict=True):
+        if reference is not None:
+            assert (gradient - reference).norm() <= GRADIENT_TOLERANCE * reference.norm().clamp(min=1e-4), name
+
+
 @pytest.mark.parametrize("field", ["labels", "completion_mask"])
 def test_a_plain_trainer_fine_tunes_on_trees(field, tmp_path):
     """`Trainer` with the collator equals `Trainer` on the expanded trajectories, over accumulation steps too."""
