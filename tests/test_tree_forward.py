@@ -608,3 +608,18 @@ def test_collator_names_bad_features():
         collate([{"input_ids": [1, 2], "labels": [-100, 3]}])
     with pytest.raises(TypeError, match="trajectory 0"):
         collate([{"input_ids": [1.5, 2]}])
+    with pytest.raises(ValueError, match="trajectory 0: attention_mask.*without padding"):
+        collate([{"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}])
+    for mask in ([0, 2, 1], [0.0, 0.5, 1.0], [0, -1, 1]):
+        with pytest.raises(ValueError, match="trajectory 0: completion_mask must be 0 or 1"):
+            collate([{"input_ids": [1, 2, 3], "completion_mask": mask}])
+    for other in ({}, {"completion_mask": None}, {"completion_mask": [0, 1], "advantage": 1.0}):
+        with pytest.raises(ValueError, match="trajectory 1 has fields.*trajectory 0 has"):
+            collate([{"input_ids": [1, 2], "completion_mask": [0, 1]}, {"input_ids": [1, 2], **other}])
+    with pytest.raises(ValueError, match="position_ids.*leave them out"):
+        collate([{"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}])
+
+
+def test_collator_trains_what_labels_and_mask_both_name():
+    feature = {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, -100], "completion_mask": [0, 0, 1, 1]}
+    assert DataCollatorWithPrefixTree()([feature])["labels"].tolist() == [-100, -100, 7, -100]
