@@ -223,6 +223,7 @@ class _TreeForward:
         items = weights.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         output.loss = -(output.log_probs * weights).sum() / items
         if with_aux_loss:
+            assert output.router_logits is not None  # asked for above
             sums = router_sums(output.router_logits, batch.counts[None], config.num_experts_per_tok)
             output.loss = output.loss + config.router_aux_loss_coef * load_balancing_loss(sums, sums.detach())[0]
         return output
