@@ -206,10 +206,10 @@ class DataCollatorWithPrefixTree:
     Pass the result to a model with a tree forward, `model(**batch)`: it returns the mean loss over the trained tokens
     of all trajectories, as the expanded batch would give, and their log-probs. `Trainer` counts `labels` over its
     accumulation steps, so a plain `Trainer` fine-tunes on trees. Trained tokens come from `labels` (-100 is not
-    trained) or from `completion_mask`; without either, all tokens but the first are trained.
+    trained) and `completion_mask`, each as far as it is given; without either, all tokens but the first are trained.
 
-    Features: `input_ids`, optional `labels` or `completion_mask` of the same length, and any further field. A field
-    with one value per token is concatenated like `input_ids`; a number is stacked, one per trajectory.
+    Features: `input_ids` without padding, optional `labels` and `completion_mask` of the same length, and any further
+    field. A field with one value per token is concatenated like `input_ids`; a number is stacked, one per trajectory.
 
     Returns a dict of tensors:
         `tree_input_ids` (`[S]`, int64): tokens of all trajectories, one after another;
@@ -219,7 +219,8 @@ class DataCollatorWithPrefixTree:
         and each further field: `[S]` per token or `[N]` per trajectory.
 
     Raises:
-        ValueError: no feature, an empty trajectory, a field whose length is not that of `input_ids`, or labels that
+        ValueError: no feature, an empty or a padded trajectory, a field that another trajectory does not have, whose
+            length is not that of `input_ids` or whose name the result uses, a mask that is not 0 or 1, or labels that
             are neither the token nor -100. The message names the trajectory.
         TypeError: ids that are not integers.
     """
@@ -227,10 +228,11 @@ class DataCollatorWithPrefixTree:
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         if not features:
             raise ValueError("a compact batch needs at least one trajectory, got none")
+        features = [{name: value for name, value in feature.items() if value is not None} for feature in features]
+        _require_same_fields(features)
         sequences = [_token_array(feature, i) for i, feature in enumerate(features)]
         masks = [
-            _trained_mask(feature, len(ids), i)
-            for i, (feature, ids) in enumerate(zip(features, sequences, strict=True))
+            _trained_mask(feature, ids, i) for i, (feature, ids) in enumerate(zip(features, sequences, strict=True))
         ]
         tree = PrefixTree.from_sequences(sequences)
         lengths = [len(ids) for ids in sequences]
@@ -243,9 +245,13 @@ class DataCollatorWithPrefixTree:
             "counts": torch.from_numpy(tree.counts)[None],
         }
         taken = {"input_ids", "labels", "completion_mask", "attention_mask"}
-        for name in features[0]:
-            if name not in taken:
-                batch[name] = _collate_field(name, [feature[name] for feature in features], lengths)
+        further = [name for name in features[0] if name not in taken]
+        if used := sorted(batch.keys() & set(further)):
+            raise ValueError(
+                f"trajectory 0: fields {used} have the names of entries that the collator makes: leave them out"
+            )
+        for name in further:
+            batch[name] = _collate_field(name, [feature[name] for feature in features], lengths)
         return batch
 
 
@@ -261,29 +267,41 @@ def compact_batch_from_features(features: dict[str, torch.Tensor], device: torch
     return CompactBatch(PrefixTree.from_sequences(sequences), [mask[start:end] for start, end in bounds], device)
 
 
+def _require_same_fields(features: list[dict[str, Any]]) -> None:
+    for i, feature in enumerate(features):
+        if feature.keys() != features[0].keys():
+            raise ValueError(
+                f"trajectory {i} has fields {sorted(feature)}, but trajectory 0 has {sorted(features[0])}"
+            )
+
+
 def _token_array(feature: dict[str, Any], index: int) -> np.ndarray:
     ids = np.asarray(feature["input_ids"])
     if ids.ndim != 1 or len(ids) == 0:
         raise ValueError(f"trajectory {index}: input_ids must be a non-empty list of ids, got shape {ids.shape}")
     if ids.dtype.kind not in "iu":
         raise TypeError(f"trajectory {index}: input_ids must be integers, got {ids.dtype}")
+    if not np.all(feature.get("attention_mask", 1)):
+        raise ValueError(f"trajectory {index}: attention_mask has zeros; give its input_ids without padding")
     return ids.astype(np.int64)
 
 
-def _trained_mask(feature: dict[str, Any], length: int, index: int) -> np.ndarray:
-    if feature.get("completion_mask") is not None:
-        name, mask = "completion_mask", np.asarray(feature["completion_mask"]).astype(bool)
-    elif feature.get("labels") is not None:
-        labels, ids = np.asarray(feature["labels"]), np.asarray(feature["input_ids"])
-        name, mask = "labels", labels != -100
-        if labels.shape == ids.shape and (labels != ids)[mask].any():
-            raise ValueError(f"trajectory {index}: labels must equal input_ids or be -100; a row has one next token")
-    else:
-        name, mask = "input_ids", np.ones(length, dtype=bool)
-    if mask.shape != (length,):
-        raise ValueError(f"trajectory {index}: {name} has shape {mask.shape} for {length} token ids")
-    mask = mask.copy()
+def _trained_mask(feature: dict[str, Any], ids: np.ndarray, index: int) -> np.ndarray:
+    """Which tokens all given fields train: `[length]`, bool."""
+    mask = np.ones(len(ids), dtype=bool)
     mask[0] = False  # no context: a causal model's shifted loss never trains the first token
+    for name in ("labels", "completion_mask"):
+        if name not in feature:
+            continue
+        values = np.asarray(feature[name])
+        if values.shape != ids.shape:
+            raise ValueError(f"trajectory {index}: {name} has shape {values.shape} for {len(ids)} token ids")
+        trained = values != -100 if name == "labels" else values == 1
+        if name == "labels" and (values != ids)[trained].any():
+            raise ValueError(f"trajectory {index}: labels must equal input_ids or be -100; a row has one next token")
+        if name == "completion_mask" and (bad := values[~trained & (values != 0)]).size:
+            raise ValueError(f"trajectory {index}: completion_mask must be 0 or 1, got {bad[0]}")
+        mask &= trained
     return mask
 
 

@@ -7,7 +7,9 @@
 """
 
 import argparse
+import dataclasses
 import gzip
+import itertools
 import json
 import time
 from pathlib import Path
@@ -68,7 +70,7 @@ def _run_plan(arguments: argparse.Namespace) -> None:
     tree_seconds = time.perf_counter() - begin
     options = {"objective": arguments.objective}
     if arguments.calibration:
-        options["cost"] = CostModel(**json.loads(arguments.calibration.read_text())["cost_model"])
+        options["cost"] = _read_cost_model(arguments.calibration)
     if arguments.window_gib is not None and not arguments.model:
         raise ValueError("--window-gib needs --model, whose config says what a window takes")
     if arguments.model:
@@ -115,24 +117,52 @@ def read_rollouts(path: Path, samples: str) -> list[np.ndarray]:
             it.
 
     Raises:
-        ValueError: a line that is no JSON object with `input_ids`, or samples that the file does not tell.
+        ValueError: a line that is no JSON object with `input_ids`, offsets or turns that do not fit the tokens, or
+            samples that the file does not tell.
     """
     if path.suffix == ".npz":
-        data = np.load(path)
-        tokens, offsets = data["tokens"], data["offsets"]
-        if samples == "trajectories":
-            return [tokens[a:b] for a, b in zip(offsets, offsets[1:], strict=False)]
-        turns, ends = data["turn_ptr"], data["turn_end"]
-        return [
-            tokens[offsets[e] : offsets[e] + ends[turn]]
-            for e in range(len(offsets) - 1)
-            for turn in range(turns[e], turns[e + 1])
-        ]
+        return _read_arrays(path, samples)
     if samples != "trajectories":
         raise ValueError("--samples turns needs an .npz file, which says where turns end")
     opened = gzip.open(path, "rt") if path.suffix == ".gz" else open(path)
     with opened as lines:
         return [_token_ids(line, f"{path}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _read_arrays(path: Path, samples: str) -> list[np.ndarray]:
+    data = np.load(path)
+    names = ("tokens", "offsets") if samples == "trajectories" else ("tokens", "offsets", "turn_ptr", "turn_end")
+    if missing := [name for name in names if name not in data]:
+        raise ValueError(f"{path} has no array {', '.join(missing)}; samples of {samples} need {', '.join(names)}")
+    tokens, offsets = data["tokens"], data["offsets"]
+    _require_offsets(f"{path}, offsets", offsets, len(tokens))
+    if samples == "trajectories":
+        return [tokens[a:b] for a, b in itertools.pairwise(offsets)]
+    turns, ends = data["turn_ptr"], data["turn_end"]
+    _require_offsets(f"{path}, turn_ptr", turns, len(ends))
+    if len(turns) != len(offsets) or (ends > np.repeat(np.diff(offsets), np.diff(turns))).any():
+        raise ValueError(f"{path}: turn_ptr and turn_end must give turns that end within each of its trajectories")
+    return [
+        tokens[offsets[e] : offsets[e] + ends[turn]]
+        for e in range(len(offsets) - 1)
+        for turn in range(turns[e], turns[e + 1])
+    ]
+
+
+def _require_offsets(place: str, offsets: np.ndarray, total: int) -> None:
+    if offsets[0] != 0 or offsets[-1] != total or (np.diff(offsets) < 0).any():
+        raise ValueError(f"{place}: must rise from 0 to {total}, the number of entries they divide")
+
+
+def _read_cost_model(path: Path) -> CostModel:
+    known = {field.name for field in dataclasses.fields(CostModel)}
+    record = json.loads(path.read_text())
+    coefficients = record.get("cost_model") if isinstance(record, dict) else None
+    if not isinstance(coefficients, dict) or not coefficients.keys() <= known:
+        raise ValueError(
+            f"{path}: expected the output of `harts-hf calibrate --json`, with a `cost_model` of {sorted(known)}"
+        )
+    return CostModel(**coefficients)
 
 
 def _token_ids(line: str, place: str) -> np.ndarray:
@@ -143,7 +173,10 @@ def _token_ids(line: str, place: str) -> np.ndarray:
     if not isinstance(record, dict) or "input_ids" not in record:
         found = sorted(record) if isinstance(record, dict) else type(record).__name__
         raise ValueError(f"{place}: expected an object with `input_ids`, token ids of one sample, found {found}")
-    return np.asarray(record["input_ids"])
+    ids = record["input_ids"]
+    if not isinstance(ids, list) or not all(type(token_id) is int for token_id in ids):
+        raise ValueError(f"{place}: input_ids must be a list of integers")
+    return np.asarray(ids, dtype=np.int64)
 
 
 def draw_plan(plan: StepPlan, path: Path) -> None:

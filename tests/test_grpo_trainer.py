@@ -12,6 +12,7 @@ from grpo_runs import Rollouts, gradient_error, metric_errors, parameter_error, 
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
+from trl.extras.profiling import ProfilingContext
 
 import harts_hf.trainers.step_planner as step_planner
 from harts_hf import PrefixTree, TreeGRPOConfig, TreeGRPOTrainer, UnsupportedModelError
@@ -285,6 +286,37 @@ def test_evaluation(checkpoint, tmp_path):
     stock, tree = runs
     assert any("eval_loss" in log for log in stock.logs)
     assert max(metric_errors(tree, stock).values()) <= 1e-4
+
+
+@pytest.mark.parametrize("method", ["compute_loss", "_compute_loss"])
+def test_a_subclass_may_override_the_loss(method, checkpoint, tmp_path):
+    """Both of TRL's methods; each trajectory's weight is its own."""
+
+    def overridden(trainer_class):
+        def loss(self, model, inputs, **kwargs):
+            inputs = {**inputs, "advantages": inputs["advantages"] - 0.1 * inputs["completion_mask"].sum(1).sqrt()}
+            return getattr(trainer_class, method)(self, model, inputs, **kwargs)
+
+        return type(trainer_class.__name__, (trainer_class,), {method: loss})
+
+    plain, stock, tree = (
+        train(c, checkpoint, tmp_path, max_tokens_per_microbatch=WINDOW_ROWS)
+        for c in (GRPOTrainer, overridden(GRPOTrainer), overridden(TreeGRPOTrainer))
+    )
+    assert gradient_error(tree, stock) <= 1e-5 < gradient_error(plain, stock)
+    assert max(metric_errors(tree, stock).values()) <= 1e-5
+
+
+def test_only_reporting_calls_of_the_loss_are_profiled(checkpoint, tmp_path, monkeypatch):
+    logged = []
+
+    def end(self):
+        if self.is_main_process and self.name.endswith(".compute_loss"):
+            logged.append(self.name)
+
+    monkeypatch.setattr(ProfilingContext, "__exit__", lambda self, *error: end(self))
+    train(TreeGRPOTrainer, checkpoint, tmp_path, max_tokens_per_microbatch=WINDOW_ROWS)
+    assert logged == ["TreeGRPOTrainer.compute_loss"] * 2  # as stock: once per micro-batch
 
 
 def test_coupled_loss_raises_before_the_update(checkpoint, tmp_path, monkeypatch):

@@ -115,6 +115,9 @@ def test_calibration_recovers_known_coefficients():
     [
         ('{"input_ids": [1, 2]}\n{"messages": []}', [], r"line 2: expected .* found \['messages'\]"),
         ('{"input_ids": [1, 2]', [], "line 1: Expecting"),
+        ('{"input_ids": [1, 2.5]}', [], "line 1: input_ids must be a list of integers"),
+        ('{"input_ids": [[1], [2, 3]]}', [], "line 1: input_ids must be a list of integers"),
+        ('{"input_ids": "abc"}', [], "line 1: input_ids must be a list of integers"),
         ('{"input_ids": [1, 2]}', ["--window-gib", "1"], "--window-gib needs --model"),
         ('{"input_ids": [1, 2]}', ["--max-tokens", "-5"], "max_tokens must be at least 1"),
         ('{"input_ids": [1, 2]}', ["--samples", "turns"], "needs an .npz file"),
@@ -128,3 +131,33 @@ def test_what_cannot_be_planned_is_one_line(tmp_path, capsys, lines, options, me
     with pytest.raises(SystemExit):
         cli.main(["plan", str(path), *options])
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"offsets": None}, "no array offsets"),
+        ({"turn_ptr": None}, "no array turn_ptr"),
+        ({"offsets": [0, 5, 20]}, "offsets: must rise from 0 to 9"),
+        ({"offsets": [2, 5, 9]}, "offsets: must rise from 0 to 9"),
+        ({"offsets": [0, 5]}, "offsets: must rise from 0 to 9"),
+        ({"turn_ptr": [0, 3]}, "end within each"),
+        ({"turn_end": [3, 6, 4]}, "end within each"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(tmp_path, capsys, changes, message):
+    """A slice would drop tokens, or take those of the next trajectory, without a word."""
+    arrays = {"tokens": np.arange(9), "offsets": [0, 5, 9], "turn_ptr": [0, 2, 3], "turn_end": [3, 5, 4], **changes}
+    np.savez(tmp_path / "rollouts.npz", **{name: array for name, array in arrays.items() if array is not None})
+    with pytest.raises(SystemExit):
+        cli.main(["plan", str(tmp_path / "rollouts.npz"), "--samples", "turns"])
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("record", [{"row": 1.0}, {"cost_model": {"rows": 1.0}}, [1.0]])
+def test_a_file_without_a_cost_model_is_named(tmp_path, capsys, record):
+    (tmp_path / "rollouts.jsonl").write_text('{"input_ids": [1, 2]}')
+    (tmp_path / "costs.json").write_text(json.dumps(record))
+    with pytest.raises(SystemExit):
+        cli.main(["plan", str(tmp_path / "rollouts.jsonl"), "--calibration", str(tmp_path / "costs.json")])
+    assert re.search("costs.json: expected the output of", capsys.readouterr().err)

@@ -227,9 +227,17 @@ def test_options_of_generation_are_refused(checkpoint, tmp_path):
         train(TreeGRPOTrainer, checkpoint, tmp_path, **given, mask_truncated_completions=True)
     with pytest.raises(ValueError, match="one reward"):
         train(TreeGRPOTrainer, checkpoint, tmp_path, **given, multi_objective_aggregation="normalize_then_sum")
+    for option in ("use_vllm", "log_completions"):
+        with pytest.raises(ValueError, match=option):
+            train(TreeGRPOTrainer, checkpoint, tmp_path, **given, **{option: True})
+    for name in ("reward_funcs", "rollout_func", "tools", "environment_factory"):
+        with pytest.raises(ValueError, match=f"{name} would have no effect"):
+            train(TreeGRPOTrainer, checkpoint, tmp_path, trainer_options={"train_dataset": _bad(), name: len})
     prompts = Dataset.from_dict({"prompt": ["x"]})
     with pytest.raises(ValueError, match="eval_dataset holds prompts"):
         train(TreeGRPOTrainer, checkpoint, tmp_path, **given, eval_dataset=prompts)
+    with pytest.raises(ValueError, match="vllm_importance_sampling_correction=False"):
+        train(TreeGRPOTrainer, checkpoint, tmp_path, **given, eval_dataset=prompts, use_vllm=True)
 
 
 @pytest.mark.parametrize("layout", ["torch", "numpy", "fixed-size lists"])
@@ -288,3 +296,8 @@ def test_group_advantages_are_trls():
     np.testing.assert_allclose(
         group_advantages(rewards, groups, "batch")[[0, 2]], [-1.5 / (batch + 1e-4), 1.5 / (batch + 1e-4)]
     )
+
+
+def test_unknown_scale_of_rewards_is_refused():
+    with pytest.raises(ValueError, match="scale_rewards.*'groups'"):
+        group_advantages([1.0, 2.0], ["a", "a"], "groups")

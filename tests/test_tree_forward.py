@@ -516,6 +516,26 @@ def test_collator_trains_like_the_expanded_batch():
         assert (gradient - expected).norm() <= GRADIENT_TOLERANCE * expected.norm().clamp(min=1e-4), name
 
 
+@pytest.mark.parametrize("model_type", ["bailing_hybrid", "qwen3_next", "qwen3_5_moe_text", "qwen3_moe"])
+def test_collated_loss_has_the_auxiliary_loss_of_the_stock_model(model_type):
+    """`output_router_logits` in the config adds it in Qwen's models, and in no other; so does a tree forward."""
+    model = tiny_model(model_type, output_router_logits=True, router_aux_loss_coef=0.5)
+    sequences = random_forest(np.random.default_rng(23), VOCAB, max_trajectories=6)
+    width = max(map(len, sequences))
+    ids = torch.stack(
+        [torch.nn.functional.pad(torch.as_tensor(s), (0, width - len(s)), value=-100) for s in sequences]
+    )
+    known = ids != -100
+    stock = model(input_ids=ids.where(known, 0), attention_mask=known.long(), labels=ids).loss
+    expected = torch.autograd.grad(stock, list(model.parameters()), allow_unused=True)
+    tree = enable_tree_forward(model)(**DataCollatorWithPrefixTree()([{"input_ids": s} for s in sequences])).loss
+    assert (tree - stock).abs() < 1e-5
+    actual = torch.autograd.grad(tree, list(model.parameters()), allow_unused=True)
+    for (name, _), gradient, reference in zip(model.named_parameters(), actual, expected, strict=True):
+        if reference is not None:
+            assert (gradient - reference).norm() <= GRADIENT_TOLERANCE * reference.norm().clamp(min=1e-4), name
+
+
 @pytest.mark.parametrize("field", ["labels", "completion_mask"])
 def test_a_plain_trainer_fine_tunes_on_trees(field, tmp_path):
     """`Trainer` with the collator equals `Trainer` on the expanded trajectories, over accumulation steps too."""
@@ -588,3 +608,18 @@ def test_collator_names_bad_features():
         collate([{"input_ids": [1, 2], "labels": [-100, 3]}])
     with pytest.raises(TypeError, match="trajectory 0"):
         collate([{"input_ids": [1.5, 2]}])
+    with pytest.raises(ValueError, match="trajectory 0: attention_mask.*without padding"):
+        collate([{"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}])
+    for mask in ([0, 2, 1], [0.0, 0.5, 1.0], [0, -1, 1]):
+        with pytest.raises(ValueError, match="trajectory 0: completion_mask must be 0 or 1"):
+            collate([{"input_ids": [1, 2, 3], "completion_mask": mask}])
+    for other in ({}, {"completion_mask": None}, {"completion_mask": [0, 1], "advantage": 1.0}):
+        with pytest.raises(ValueError, match="trajectory 1 has fields.*trajectory 0 has"):
+            collate([{"input_ids": [1, 2], "completion_mask": [0, 1]}, {"input_ids": [1, 2], **other}])
+    with pytest.raises(ValueError, match="position_ids.*leave them out"):
+        collate([{"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}])
+
+
+def test_collator_trains_what_labels_and_mask_both_name():
+    feature = {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, -100], "completion_mask": [0, 0, 1, 1]}
+    assert DataCollatorWithPrefixTree()([feature])["labels"].tolist() == [-100, -100, 7, -100]

@@ -24,6 +24,8 @@ class Family:
             takes a dict of masks. Empty: the backbone takes one mask.
         safe_gate (`tuple[str, str]` or `None`): config entries of KDA's bounded gate: whether it is on, and its bound.
         router_class (`str` or `None`): the MoE router's class; it returns (logits, weights, indices of the experts).
+        adds_aux_loss (`bool`): the causal LM adds the routers' auxiliary loss to its loss if the config's
+            `output_router_logits` is on.
     """
 
     modeling_module: str
@@ -33,6 +35,7 @@ class Family:
     layer_types: tuple[str, ...] = ()
     safe_gate: tuple[str, str] | None = None
     router_class: str | None = None
+    adds_aux_loss: bool = False
 
     def has_safe_gate(self, config) -> bool:
         """Whether the layers of this text config keep every log decay within [-5, 0]."""
@@ -64,16 +67,24 @@ FAMILIES: dict[str, Family] = {
         **_KDA,
     ),
     "kimi_linear": Family(_module("kimi_linear"), router_class="KimiLinearTopkRouter", **_KDA),
-    "qwen3_next": Family(_module("qwen3_next"), router_class="Qwen3NextTopKRouter", **_GATED_DELTA),
+    "qwen3_next": Family(
+        _module("qwen3_next"), router_class="Qwen3NextTopKRouter", adds_aux_loss=True, **_GATED_DELTA
+    ),
     "qwen3_5_text": Family(_module("qwen3_5"), **_GATED_DELTA),
     "qwen3_5": Family(_module("qwen3_5"), backbone="model.language_model", **_GATED_DELTA),
-    "qwen3_5_moe_text": Family(_module("qwen3_5_moe"), router_class="Qwen3_5MoeTopKRouter", **_GATED_DELTA),
+    "qwen3_5_moe_text": Family(
+        _module("qwen3_5_moe"), router_class="Qwen3_5MoeTopKRouter", adds_aux_loss=True, **_GATED_DELTA
+    ),
     "qwen3_5_moe": Family(
-        _module("qwen3_5_moe"), backbone="model.language_model", router_class="Qwen3_5MoeTopKRouter", **_GATED_DELTA
+        _module("qwen3_5_moe"),
+        backbone="model.language_model",
+        router_class="Qwen3_5MoeTopKRouter",
+        adds_aux_loss=True,
+        **_GATED_DELTA,
     ),
     "olmo_hybrid": Family(_module("olmo_hybrid"), **_GATED_DELTA),
     "qwen3": Family(_module("qwen3"), layer_types=("full_attention", "sliding_attention")),
-    "qwen3_moe": Family(_module("qwen3_moe"), router_class="Qwen3MoeTopKRouter"),
+    "qwen3_moe": Family(_module("qwen3_moe"), router_class="Qwen3MoeTopKRouter", adds_aux_loss=True),
     "llama": Family(_module("llama")),
 }
 

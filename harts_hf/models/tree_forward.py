@@ -21,7 +21,7 @@ from .boundary_seam import hand_over, number_layers, recompute_final_norm, refus
 from .dropout import refuse_dropout
 from .families import Family, UnsupportedModelError
 from .linear_attention_seam import install_linear_attention_seam
-from .routing import record_expert_loads
+from .routing import load_balancing_loss, record_expert_loads, router_sums
 
 
 @dataclass
@@ -32,8 +32,8 @@ class TreeOutput(ModelOutput):
     `P` and `C` count the known scores and rows.
 
     Attributes:
-        loss (`[]`, fp32, *optional*): mean negative log-prob of the trained tokens of all trajectories; only for the
-            dict of [`DataCollatorWithPrefixTree`].
+        loss (`[]`, fp32, *optional*): mean negative log-prob of the trained tokens of all trajectories, with the
+            routers' auxiliary loss where the stock model adds it; only for the dict of [`DataCollatorWithPrefixTree`].
         log_probs (`[P]`, fp32): log-prob of each scored token.
         entropies (`[P]`, fp32, *optional*): entropy of the distribution that the scored token was drawn from, in nats.
         router_logits (tuple of `[C, E]`, *optional*): per MoE layer, when asked for.
@@ -98,13 +98,19 @@ class TreeForward:
 
     def _run_features(self, features, num_items_in_batch) -> TreeOutput:
         batch = compact_batch_from_features(features, features["tree_input_ids"].device)
-        output = self(harts_batch=batch)
+        config = self.model.config.get_text_config()
+        with_aux_loss = self.family.adds_aux_loss and config.output_router_logits
+        output = self(harts_batch=batch, with_router_logits=with_aux_loss)
         # A scored token counts once per trajectory that trains it, as in the expanded batch.
         mask = features["labels"].cpu() != -100
         scores = torch.from_numpy(batch.all_scores())[mask]
         weights = torch.bincount(scores[scores >= 0], minlength=len(output.log_probs)).to(output.log_probs)
         items = weights.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         output.loss = -(output.log_probs * weights).sum() / items
+        if with_aux_loss:
+            assert output.router_logits is not None  # asked for above
+            sums = router_sums(output.router_logits, batch.counts[None], config.num_experts_per_tok)
+            output.loss = output.loss + config.router_aux_loss_coef * load_balancing_loss(sums, sums.detach())[0]
         return output
 
     def _run(

@@ -31,8 +31,12 @@ def refuse_multimodal(values: dict[str, Any]) -> None:
         )
 
 
-def refuse_generation_options(args) -> None:
-    """Raise for options of generation or scoring that would have no effect on finished trajectories.
+def refuse_generation_options(args, generates: bool) -> None:
+    """Raise for options of generation or scoring that have no effect on finished trajectories, or fail on them.
+
+    Args:
+        args: the trainer's config.
+        generates (`bool`): completions are generated for evaluation.
 
     Raises:
         ValueError: names the option and what to do instead.
@@ -43,6 +47,32 @@ def refuse_generation_options(args) -> None:
         )
     if args.reward_weights is not None or args.multi_objective_aggregation != "sum_then_normalize":
         raise ValueError("finished trajectories have one reward: combine several before, and leave reward_weights out")
+    if args.use_vllm and not generates:
+        raise ValueError("use_vllm has no effect on finished trajectories: nothing is generated. Leave it off")
+    if args.use_vllm and args.vllm_importance_sampling_correction:
+        raise ValueError(
+            "finished trajectories have no log-probs of vLLM to correct by: set "
+            "vllm_importance_sampling_correction=False, and give old_log_probs if another policy sampled them"
+        )
+    if args.log_completions and not generates:
+        raise ValueError("log_completions has nothing to log: completions are in the dataset. Leave it off")
+
+
+def refuse_generators(given: dict[str, Any]) -> None:
+    """Raise if something that generates or scores completions is given where none are generated.
+
+    Args:
+        given: name -> the trainer's argument; None where it is left out.
+
+    Raises:
+        ValueError: names the arguments.
+    """
+    names = [name for name, value in given.items() if value is not None]
+    if names:
+        raise ValueError(
+            f"{', '.join(names)} would have no effect: nothing is generated, and the dataset of finished trajectories "
+            "has their rewards or advantages. Leave it out"
+        )
 
 
 def refuse_options(trainer: GRPOTrainer, sharing_windows: bool, exchange_trajectories: bool) -> None:

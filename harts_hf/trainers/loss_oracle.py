@@ -1,7 +1,7 @@
-"""TRL's own `_compute_loss` as the loss: log-probs in, their gradient out.
+"""TRL's own `compute_loss` as the loss: log-probs in, their gradient out.
 
 The trainer computes log-probs over the prefix tree, in whatever microbatches the plan asks for; what they are worth is
-left to TRL. For one stock micro-batch, `_compute_loss` runs on leaf tensors and autograd gives the gradient of its
+left to TRL. For one stock micro-batch, `compute_loss` runs on leaf tensors and autograd gives the gradient of its
 result. Quiet calls change nothing in the trainer: no metric, no collective, no step of the entropy controller. The
 reporting call is the one that TRL would have made.
 """
@@ -17,10 +17,10 @@ import torch
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What `_compute_loss` asks the model for, given to it instead.
+    """What `compute_loss` asks the model for, given to it instead.
 
     Attributes:
-        log_probs, entropies (`[B, T]`, fp32): of the completions; inside `_compute_loss` they are leaves.
+        log_probs, entropies (`[B, T]`, fp32): of the completions; inside `compute_loss` they are leaves.
         aux_loss (`[]`, fp32): the router's auxiliary loss, without gradient.
         entropy_mask (`[B, T]`, bool, *optional*): tokens above the entropy quantile, when that option is on.
     """
@@ -33,7 +33,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossGradient:
-    """`_compute_loss` of one stock micro-batch and its gradient.
+    """`compute_loss` of one stock micro-batch and its gradient.
 
     Attributes:
         loss (`[]`): the loss, detached, scaled for gradient accumulation.
@@ -47,14 +47,14 @@ class LossGradient:
 
 
 class LossOracle:
-    """Runs a trainer's `_compute_loss` on given log-probs.
+    """Runs a trainer's `compute_loss` on given log-probs.
 
     Args:
         trainer: a [`~trl.GRPOTrainer`] whose `_get_per_token_logps_and_entropies` returns `oracle.given` when it is
             set.
 
     Attributes:
-        given ([`LossInputs`] or `None`): set while `_compute_loss` runs here, None at all other times.
+        given ([`LossInputs`] or `None`): set while `compute_loss` runs here, None at all other times.
     """
 
     def __init__(self, trainer):
@@ -77,7 +77,7 @@ class LossOracle:
         self.given = LossInputs(log_probs, entropies, given.aux_loss, given.entropy_mask)
         try:
             with torch.enable_grad(), trainer.compute_loss_context_manager():
-                loss = trainer._compute_loss(model, inputs)
+                loss = trainer.compute_loss(model, inputs)  # a subclass may override it
         finally:
             self.given = None
         if not trainer.loss_is_scaled_for_ga:
@@ -101,7 +101,8 @@ class LossOracle:
 class _QuietAccelerator:
     """An accelerator without collectives: what a rank computes for itself stays with it."""
 
-    sync_gradients = False  # `_compute_loss` steps the adaptive entropy controller only when gradients synchronise
+    sync_gradients = False  # `compute_loss` steps the adaptive entropy controller only when gradients synchronise
+    is_main_process = False  # TRL's profiler logs each call of `compute_loss` there
 
     def __init__(self, accelerator):
         self._accelerator = accelerator

@@ -58,7 +58,7 @@ class StepState:
         self.entropies[m] = placement.scatter(output.entropies.detach(), self.entropies[m])
 
     def loss_inputs(self, m: int, aux_loss: torch.Tensor | None = None) -> LossInputs:
-        """What `_compute_loss` of micro-batch `m` is given, as far as it is known; without `aux_loss` that is 0."""
+        """What `compute_loss` of micro-batch `m` is given, as far as it is known; without `aux_loss` that is 0."""
         if aux_loss is None:
             aux_loss = torch.zeros((), device=self.log_probs[m].device)
         return LossInputs(self.log_probs[m], self.entropies[m], aux_loss, self.entropy_masks.get(m))

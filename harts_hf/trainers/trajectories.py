@@ -11,7 +11,7 @@ import torch
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import nanstd, pad, use_adapter
 
-from .guards import refuse_generation_options
+from .guards import refuse_generation_options, refuse_generators
 from .trajectory_columns import TRAJECTORY_COLUMNS, check_trajectory_dataset, is_trajectory_dataset
 from .trajectory_sampler import GroupedTrajectorySampler
 
@@ -57,18 +57,23 @@ class TrajectoryDatasetMixin(_Trainer):
     Raises:
         TypeError, ValueError: a dataset with an `input_ids` column that cannot be trained on; the message names the
             trajectory and the field ([`check_trajectory_dataset`]).
+        ValueError: an option of generation or scoring that would have no effect; the message names it.
     """
 
     def __init__(self, model, reward_funcs=None, args=None, train_dataset=None, eval_dataset=None, *rest, **kwargs):
         self._trains_on_trajectories = is_trajectory_dataset(train_dataset)
-        if self._trains_on_trajectories and reward_funcs is None:
-            evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-            if any(dataset is not None and not is_trajectory_dataset(dataset) for dataset in evaluated):
-                raise ValueError("eval_dataset holds prompts, so reward_funcs is needed to score what is generated")
-            reward_funcs = _given_rewards  # TRL asks for a source of rewards
-        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
         if self._trains_on_trajectories:
-            refuse_generation_options(self.args)
+            evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+            generates = any(dataset is not None and not is_trajectory_dataset(dataset) for dataset in evaluated)
+            if args is not None:
+                refuse_generation_options(args, generates)
+            if not generates:
+                names = ("tools", "rollout_func", "environment_factory")
+                refuse_generators({"reward_funcs": reward_funcs, **{name: kwargs.get(name) for name in names}})
+                reward_funcs = _given_rewards  # TRL asks for a source of rewards
+            elif reward_funcs is None:
+                raise ValueError("eval_dataset holds prompts, so reward_funcs is needed to score what is generated")
+        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
         config = self.accelerator.unwrap_model(self.model).config.get_text_config()
         self.train_dataset = self._with_advantages(self.train_dataset, "train_dataset", config)
         if isinstance(self.eval_dataset, dict):
@@ -227,6 +232,9 @@ def group_advantages(rewards: list[float], groups: list, scale_rewards: str) -> 
 
     Returns:
         `[N]`, fp64. A group of one has advantage 0.
+
+    Raises:
+        ValueError: `scale_rewards` is none of these.
     """
     reward = torch.tensor(rewards, dtype=torch.float64)
     _, index = np.unique(np.array([str(g) for g in groups]), return_inverse=True)
@@ -240,6 +248,8 @@ def group_advantages(rewards: list[float], groups: list, scale_rewards: str) -> 
             centred = centred / ((nanstd(own) if len(own) > 1 else 0.0) + 1e-4)
         elif scale_rewards == "batch":
             centred = centred / (batch_std + 1e-4)
+        elif scale_rewards != "none":
+            raise ValueError(f"scale_rewards must be 'group', 'batch' or 'none', got {scale_rewards!r}")
         advantages[members] = centred
     return advantages.numpy()
 
