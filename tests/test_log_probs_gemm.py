@@ -28,14 +28,13 @@ TRANSFORMS = [
 ]
 TOLERANCE = 1e-6  # a few roundings of 6e-8 and the GPU's approximate exp, beside the rounding of a gradient
 
-needs_kernels = [
+pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not IS_HOPPER and not IS_INTERPRETED,
         reason="needs a device of compute capability 9.0, or TRITON_INTERPRET=1 with Triton",
     ),
 ]
-pytestmark = needs_kernels
 
 
 def schedules():
@@ -44,7 +43,8 @@ def schedules():
     return {
         "default": Schedule(),
         "small": Schedule(rows=64, columns=64, depth=32, group=3, slices=1, warps=4, flatten=False),
-        "wide": Schedule(rows=64, columns=256, group=1, programs_per_processor=0),
+        "grid": Schedule(rows=64, group=1, programs_per_processor=0),
+        "specialized": Schedule(warp_specialize=True, flatten=False, slices=1, warps=4),
     }
 
 
@@ -90,7 +90,7 @@ SHAPES = [(1, 8, 3), (37, 40, 97), (200, 72, 300), (130, 64, 512)]
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("schedule", ["default", "small", "wide"])
+@pytest.mark.parametrize("schedule", ["default", "small", "grid", "specialized"])
 def test_both_products(schedule, transform, has_bias, shape, dtype):
     """The sums after two tiles, and the gradient of one, which other memory surrounds."""
     from harts_hf.kernels.log_probs_gemm_triton import fold_product, product_gradient

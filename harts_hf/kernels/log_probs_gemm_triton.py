@@ -62,12 +62,28 @@ class Schedule:
             "num_warps": self.warps, "num_stages": self.stages,
         }  # fmt: skip
 
-    def operands(self, hidden: torch.Tensor, weight: torch.Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-        """Descriptors of the blocks of both operands."""
+    def described(self, matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor | TensorDescriptor:
+        """Descriptor of a matrix's blocks. With warp groups it is made in the kernel, which then gets the matrix.
+
+        Triton 3.6 halves the blocks of an operand for two warp groups, but not the block of a descriptor that is an
+        argument.
+        """
+        if not self.warp_specialize:
+            return TensorDescriptor.from_tensor(matrix, [rows, columns])
+        triton.set_allocator(_allocate)  # of the launching thread; the backward's is another one
+        return matrix
+
+    def operands(self, hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor | TensorDescriptor, ...]:
+        """Both operands, as `described`."""
         return (
-            TensorDescriptor.from_tensor(hidden.contiguous(), [self.rows, self.depth]),
-            TensorDescriptor.from_tensor(weight.contiguous(), [self.columns, self.depth]),
+            self.described(hidden.contiguous(), self.rows, self.depth),
+            self.described(weight.contiguous(), self.columns, self.depth),
         )
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Memory for descriptors that a kernel makes."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 FORWARD = Schedule()
@@ -140,8 +156,8 @@ def product_gradient(
     grid, launch = schedule.launch(num_rows, width, hidden.device)
     _gradient_kernel[grid](
         *schedule.operands(hidden, weight),
-        TensorDescriptor.from_tensor(grad, [schedule.rows, schedule.columns // schedule.slices]),
-        grad, hidden if bias is None else bias, columns, log_z, *(log_z if x is None else x for x in per_row),
+        schedule.described(grad, schedule.rows, schedule.columns // schedule.slices),
+        hidden if bias is None else bias, columns, log_z, *(log_z if x is None else x for x in per_row),
         stride, num_rows, width, hidden.shape[1], *_factors(transform), transform.logit_scale / transform.temperature,
         HAS_BIAS=bias is not None, IS_SCALED=_is_scaled(transform), HAS_SOFTCAP=transform.softcap is not None,
         OF_LOG_PROBS=grad_log_probs is not None, OF_ENTROPIES=grad_entropies is not None, SLICES=schedule.slices,
@@ -212,6 +228,9 @@ def _sums_kernel(
 
     Columns past `width` are masked unless `IS_FULL`; rows past `num_rows` are not stored.
     """
+    if WARP_SPECIALIZE:
+        hidden = tl.make_tensor_descriptor(hidden, [num_rows, dim], [dim, 1], [BLOCK_ROWS, BLOCK_DEPTH])
+        weight = tl.make_tensor_descriptor(weight, [width, dim], [dim, 1], [BLOCK_COLUMNS, BLOCK_DEPTH])
     row_blocks = tl.cdiv(num_rows, BLOCK_ROWS)
     column_blocks = tl.cdiv(width, BLOCK_COLUMNS)
     for block in tl.range(
@@ -282,7 +301,7 @@ def _merge_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    hidden, weight, grad, grad_pointer, bias, columns, log_z_ptr, entropies, grad_log_probs, grad_entropies,
+    hidden, weight, grad, bias, columns, log_z_ptr, entropies, grad_log_probs, grad_entropies,
     stride, num_rows, width, dim, scale_in, scale_out, scale_of_gradient,
     HAS_BIAS: tl.constexpr, IS_SCALED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     OF_LOG_PROBS: tl.constexpr, OF_ENTROPIES: tl.constexpr, SLICES: tl.constexpr,
@@ -293,6 +312,10 @@ def _gradient_kernel(
 
     Rows past `num_rows` and columns past `width` are not written.
     """
+    if WARP_SPECIALIZE:
+        hidden = tl.make_tensor_descriptor(hidden, [num_rows, dim], [dim, 1], [BLOCK_ROWS, BLOCK_DEPTH])
+        weight = tl.make_tensor_descriptor(weight, [width, dim], [dim, 1], [BLOCK_COLUMNS, BLOCK_DEPTH])
+        grad = tl.make_tensor_descriptor(grad, [num_rows, width], [stride, 1], [BLOCK_ROWS, BLOCK_COLUMNS // SLICES])
     blocks = tl.cdiv(num_rows, BLOCK_ROWS) * tl.cdiv(width, BLOCK_COLUMNS)
     for block in tl.range(
         tl.program_id(0), blocks, tl.num_programs(0), flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE
@@ -329,8 +352,4 @@ def _gradient_kernel(
                 slope += (tl.where(column == target[:, None], 1.0, 0.0) - p) * factor[:, None]
             if HAS_SOFTCAP:
                 slope *= 1 - tanh * tanh
-            if WARP_SPECIALIZE:  # Triton 3.6 cuts the block in two, which does not fit the descriptor
-                part = grad_pointer + row.to(tl.int64)[:, None] * stride + first + column
-                tl.store(part, slope.to(hidden.dtype), mask=is_row[:, None] & (column < width - first))
-            else:
-                grad.store([first_row, first], slope.to(hidden.dtype))
+            grad.store([first_row, first], slope.to(hidden.dtype))
