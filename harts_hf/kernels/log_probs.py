@@ -6,22 +6,24 @@ as many again for their gradient. A gradient in the forward instead would save t
 the loss were known there.
 
 The matrix products are cuBLAS's; what happens to a tile between them is `log_probs_triton.py` on CUDA, one pass over
-the tile, and `log_probs_torch.py` elsewhere. The vocabulary is the outer loop, so that the weight's gradient is
+the tile, and `log_probs_torch.py` elsewhere. `log_probs_gemm_triton.py` fuses that pass into the products that compute
+logits, and its forward keeps no tile. The vocabulary is the outer loop, so that the weight's gradient is
 finished tile by tile and never stands in memory in fp32.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from . import log_probs_torch
 from .log_probs_torch import SoftmaxSums, Transform
 
-Implementation = Literal["triton", "torch"]
-_MOST_ROWS = {"triton": 32768, "torch": 2048}  # of a tile by default
-_TILE_ELEMENTS = {"triton": 2**27, "torch": 2**25}
+Implementation = Literal["triton", "triton_gemm", "torch"]
+_MOST_ROWS = {"triton": 32768, "triton_gemm": 32768, "torch": 2048}  # of a tile by default
+_TILE_ELEMENTS = {"triton": 2**27, "triton_gemm": 11 * 2**24, "torch": 2**25}
+_FOLDED_TILES = 16  # that "triton_gemm" reduces at a time in the forward, which keeps 8 or 12 bytes of 256 logits
 
 
 class LogProbs(NamedTuple):
@@ -75,7 +77,9 @@ def linear_log_probs(
             "triton" and as many entries as make 256 MiB in bf16; for "torch" up to 2,048 rows and 128 MiB in fp32,
             where the work on it takes some four times as much. More rows mean fewer passes over a part of the weight's
             gradient, more entries mean fewer passes over the hidden states' gradient.
-        implementation: "triton", the default on CUDA but for fp64, or "torch".
+        implementation: "triton", the default on CUDA but for fp64, "torch", or "triton_gemm": products with fused
+            epilogues for bf16 or fp16 on compute capability 9.0, D a multiple of 8, 352 MiB by default. The operands'
+            memory starts at a multiple of 16 bytes.
 
     Returns:
         [`LogProbs`], fp32 (fp64 for fp64 `hidden`). Both are differentiable in hidden, weight and bias, once.
@@ -99,10 +103,16 @@ def linear_log_probs(
         implementation = "triton" if hidden.is_cuda and hidden.dtype != torch.float64 else "torch"
     if implementation not in get_args(Implementation):
         raise ValueError(f"unknown implementation {implementation!r}, expected one of {get_args(Implementation)}")
-    if implementation == "triton" and hidden.dtype == torch.float64:
-        raise ValueError("implementation 'triton' computes in fp32: use 'torch' for float64")
-    if implementation == "triton" and not hidden.is_cuda:
-        raise ValueError(f"implementation 'triton' needs CUDA tensors, got {hidden.device}: use 'torch'")
+    if implementation != "torch" and hidden.dtype == torch.float64:
+        raise ValueError(f"implementation {implementation!r} computes in fp32: use 'torch' for float64")
+    if implementation != "torch" and not hidden.is_cuda:
+        raise ValueError(f"implementation {implementation!r} needs CUDA tensors, got {hidden.device}: use 'torch'")
+    dtype = _projection_dtype(hidden)
+    if implementation == "triton_gemm" and not _fits_gemm(hidden, dtype):
+        raise ValueError(
+            "implementation 'triton_gemm' needs compute capability 9.0, a projection in bfloat16 or float16 and a "
+            f"hidden size that is a multiple of 8, got {dtype} {tuple(hidden.shape)}: use 'triton'"
+        )
     devices = {x.device for x in (hidden, weight, targets, bias) if x is not None}
     if len(devices) > 1:
         raise ValueError(f"hidden, weight, targets and bias must be on one device, got {sorted(map(str, devices))}")
@@ -110,7 +120,23 @@ def linear_log_probs(
     transform = Transform(logit_scale, softcap, temperature)
     tile = tile or _default_tile(len(hidden), implementation)
     return LogProbs(
-        *_LinearLogProbs.apply(hidden, weight, bias, targets, transform, with_entropy, tile, implementation)
+        *_LinearLogProbs.apply(hidden, weight, bias, targets, transform, with_entropy, tile, implementation, dtype)
+    )
+
+
+def _projection_dtype(hidden: torch.Tensor) -> torch.dtype:
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return hidden.dtype
+
+
+def _fits_gemm(hidden: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether `log_probs_gemm_triton.py` computes a projection of `hidden` in `dtype`."""
+    return (
+        torch.cuda.get_device_capability(hidden.device) == (9, 0)
+        and dtype in (torch.bfloat16, torch.float16)
+        and hidden.shape[1] % 8 == 0
     )
 
 
@@ -119,33 +145,45 @@ def _default_tile(num_rows: int, implementation: Implementation) -> tuple[int, i
     return rows, _TILE_ELEMENTS[implementation] // rows // 256 * 256
 
 
-def _tile_functions(implementation: Implementation):
-    """The module with `fold_tile` and `tile_gradient`."""
-    if implementation == "torch":
-        return log_probs_torch
-    from . import log_probs_triton
+def _fold_function(implementation: Implementation, buffer: torch.Tensor | None):
+    """Folds a tile of `hidden @ weight.t()` into sums: arguments of `fold_tile`, but both operands for the logits."""
+    if implementation == "triton_gemm":
+        from .log_probs_gemm_triton import fold_product
 
-    return log_probs_triton
+        return fold_product
+    if implementation == "triton":
+        from .log_probs_triton import fold_tile
+    else:
+        from .log_probs_torch import fold_tile
+    return lambda hidden, weight, *rest: fold_tile(_project(hidden, weight, buffer), *rest)
+
+
+def _gradient_function(implementation: Implementation, buffer: torch.Tensor):
+    """Gradient of a tile of `hidden @ weight.t()`, in `buffer`: arguments as above, of `tile_gradient`."""
+    if implementation == "triton_gemm":
+        from .log_probs_gemm_triton import product_gradient
+
+        return functools.partial(product_gradient, buffer=buffer)
+    if implementation == "triton":
+        from .log_probs_triton import tile_gradient
+    else:
+        from .log_probs_torch import tile_gradient
+    return lambda hidden, weight, *rest: tile_gradient(_project(hidden, weight, buffer), *rest)
 
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, transform, with_entropy, tile, implementation):
+    def forward(ctx, hidden, weight, bias, targets, transform, with_entropy, tile, implementation, dtype):
         ctx.set_materialize_grads(False)  # entropies are often only logged: no work for their zero gradient
-        device = hidden.device.type
-        ctx.dtype = hidden.dtype
-        if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-            ctx.dtype = torch.get_autocast_dtype(device)
-        ctx.transform, ctx.tile, ctx.implementation = transform, tile, implementation
-        fold_tile = _tile_functions(implementation).fold_tile
-
+        ctx.transform, ctx.tile, ctx.implementation, ctx.dtype = transform, tile, implementation, dtype
         sums = SoftmaxSums.start(len(hidden), torch.promote_types(ctx.dtype, torch.float32), hidden.device)
-        buffer = _tile_buffer(hidden, weight, tile, ctx.dtype)
-        for entries in _tiles(len(weight), tile[1]):
-            weight_tile, bias_tile = _cast(weight, bias, entries, ctx.dtype)
+        is_gemm = implementation == "triton_gemm"
+        fold = _fold_function(implementation, None if is_gemm else _tile_buffer(hidden, weight, tile, dtype))
+        for entries in _tiles(len(weight), tile[1] * (_FOLDED_TILES if is_gemm else 1)):
+            weight_tile, bias_tile = _cast(weight, bias, entries, dtype)
             for rows in _tiles(len(hidden), tile[0]):
-                logits = _project(hidden[rows].to(ctx.dtype), weight_tile, buffer)
-                fold_tile(logits, bias_tile, targets[rows] - entries.start, transform, sums.of(rows), with_entropy)
+                columns = targets[rows] - entries.start
+                fold(hidden[rows].to(dtype), weight_tile, bias_tile, columns, transform, sums.of(rows), with_entropy)
 
         log_z = sums.largest + sums.total.log()
         entropies = log_z - sums.weighted / sums.total if with_entropy else None
@@ -157,14 +195,14 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx, grad_log_probs, grad_entropies):
         hidden, weight, bias, targets, log_z, entropies = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        tile_gradient = _tile_functions(ctx.implementation).tile_gradient
         grad_hidden = torch.zeros_like(hidden, dtype=log_z.dtype) if need_hidden else None
         grad_weight = torch.zeros_like(weight) if need_weight else None
         grad_bias = torch.zeros_like(bias) if need_bias else None
 
         # A tile of all rows gives its part of the weight's gradient in one product, which cuBLAS rounds once.
         one_product = len(hidden) <= ctx.tile[0] and weight.dtype == ctx.dtype
-        buffer = _tile_buffer(hidden, weight, ctx.tile, ctx.dtype)
+        gradient = _gradient_function(ctx.implementation, _tile_buffer(hidden, weight, ctx.tile, ctx.dtype))
+        grad = None
         for entries in _tiles(len(weight), ctx.tile[1]):
             weight_tile, bias_tile = _cast(weight, bias, entries, ctx.dtype)
             grad_weight_tile = None
@@ -173,8 +211,9 @@ class _LinearLogProbs(torch.autograd.Function):
             grad_bias_tile = torch.zeros_like(bias_tile, dtype=log_z.dtype) if need_bias else None
             for rows in _tiles(len(hidden), ctx.tile[0]):
                 hidden_rows = hidden[rows].to(ctx.dtype)
-                grad = tile_gradient(
-                    _project(hidden_rows, weight_tile, buffer),
+                grad = gradient(
+                    hidden_rows,
+                    weight_tile,
                     bias_tile,
                     targets[rows] - entries.start,
                     ctx.transform,
@@ -195,7 +234,8 @@ class _LinearLogProbs(torch.autograd.Function):
                 grad_weight[entries] = grad_weight_tile
             if need_bias:
                 grad_bias[entries] = grad_bias_tile
-        return grad_hidden.to(hidden.dtype) if need_hidden else None, grad_weight, grad_bias, *(None,) * 5
+        del gradient, grad  # the tile's memory, before the gradient is rounded
+        return grad_hidden.to(hidden.dtype) if need_hidden else None, grad_weight, grad_bias, *(None,) * 6
 
 
 def _tiles(total: int, size: int) -> Iterator[slice]:
@@ -206,8 +246,9 @@ def _tiles(total: int, size: int) -> Iterator[slice]:
 def _tile_buffer(
     hidden: torch.Tensor, weight: torch.Tensor, tile: tuple[int, int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Memory for the largest tile of logits: one for the whole pass."""
-    return hidden.new_empty(min(tile[0], len(hidden)) * min(tile[1], len(weight)), dtype=dtype)
+    """Memory for the largest tile of logits, in rows of a multiple of 8: one for the whole pass."""
+    entries = -(-min(tile[1], len(weight)) // 8) * 8
+    return hidden.new_empty(min(tile[0], len(hidden)) * entries, dtype=dtype)
 
 
 def _cast(
