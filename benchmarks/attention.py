@@ -1,6 +1,6 @@
 """Softmax attention on trees, on a GPU: the backends against each other and against dense causal kernels.
 
-    HARTS_ROLLOUTS=... python benchmarks/attention.py [--rows 32768 65536] [--shape mla gqa] [--only NAME]
+    HARTS_ROLLOUTS=... python benchmarks/attention.py [--rows 32768 65536] [--shape mla gqa] [--only NAME ...]
 
 Shapes: `mla` is 16 heads of 192 (keys) and 128 (values), `gqa` 32 heads of 128 with 8 key heads. TFLOP/s count visible
 pairs alone, 2K + 2V a pair and head forward and 8K + 6V forward and backward, so hidden pairs of partial tiles are
@@ -164,7 +164,7 @@ def main() -> None:
         "--implementation", nargs="+", default=["flash4", "flex", "varlen"], choices=["flash4", "flex", "varlen"]
     )
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--only", default="", help="run the trees whose name contains this")
+    parser.add_argument("--only", nargs="*", default=[""], help="run the trees whose name contains one of these")
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "attention.json")
     arguments = parser.parse_args()
     folder = os.environ.get("HARTS_ROLLOUTS")
@@ -193,7 +193,7 @@ def main() -> None:
         if folder:
             cases = list(rollout_trees(Path(folder), rows)) + cases
         for name, sequences in cases:
-            if arguments.only in name:
+            if any(part in name for part in arguments.only):
                 print(f"{title}/{name}", flush=True)
                 record["trees"][f"{title}/{name}"] = run(sequences, shape, best, arguments)
                 arguments.json.write_text(json.dumps(record, indent=1) + "\n")

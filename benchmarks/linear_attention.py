@@ -1,6 +1,6 @@
 """Linear attention on trees, on a GPU: the tree kernels against calls of the stock kernel.
 
-    HARTS_ROLLOUTS=... python benchmarks/linear_attention.py [--rows 32768] [--heads 16] [--dim 128] [--only NAME]
+    HARTS_ROLLOUTS=... python benchmarks/linear_attention.py [--rows 32768] [--heads 16] [--dim 128] [--only NAME ...]
 
 The default shapes are Ling-3.0-tiny's. Times are medians over interleaved repeats in one process, after a warm-up, by
 device events around four runs back to back; `spread` is the interquartile range over the median. Comparators:
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--kind", nargs="+", default=["kda"], choices=["kda", "gated_delta_rule"])
     parser.add_argument("--without", nargs="*", default=[], help="comparators that are not run")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--only", default="", help="run the trees whose name contains this")
+    parser.add_argument("--only", nargs="*", default=[""], help="run the trees whose name contains one of these")
     parser.add_argument("--safe-gate", action="store_true", help="KDA: log decays within [-5, 0], and say so to all")
     parser.add_argument("--profile", action="store_true", help="record the time of every kernel")
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "linear_attention.json")
@@ -188,7 +188,7 @@ def main() -> None:
             if folder:
                 cases = list(rollout_trees(Path(folder), rows)) + cases
             for name, sequences in cases:
-                if arguments.only in name:
+                if any(part in name for part in arguments.only):
                     title = f"{kind}/{rows}/{name}"
                     print(title, flush=True)
                     record["trees"][title] = run(sequences, kind, arguments)
