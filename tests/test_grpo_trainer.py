@@ -218,17 +218,20 @@ def test_vllm_importance_sampling(config, checkpoint, tmp_path):
         trainer.vllm_generation = type("Sampler", (), {"sync_weights": staticmethod(lambda: None)})()
 
     options = {**OFF_POLICY, **config, "vllm_importance_sampling_clip_max": 3.0}
-    stock, other, tree = (
+    stock, tree, *others = (
         train(c, checkpoint, tmp_path, Rollouts(sampler_noise=0.02), prepare=with_sampler, **options, **extra)
         for c, extra in (
             (GRPOTrainer, {}),
-            (GRPOTrainer, {"pad_to_multiple_of": 64}),
             (TreeGRPOTrainer, {"max_tokens_per_microbatch": 100}),
+            # Ratios far from 1 amplify rounding: stock runs differ up to fourfold in how far they are from each other.
+            *((GRPOTrainer, {"pad_to_multiple_of": padding}) for padding in (16, 64, 96)),
         )
     )
     assert max(g.abs().max() for g in stock.gradients[0].values()) > 1e-4
-    assert gradient_error(tree, stock) <= max(2 * gradient_error(other, stock), 1e-6)
-    assert max(metric_errors(tree, stock).values()) <= max(2 * max(metric_errors(other, stock).values()), 1e-5)
+    noise = max(gradient_error(other, stock) for other in others)
+    assert gradient_error(tree, stock) <= max(2 * noise, 1e-6)
+    noise = max(max(metric_errors(other, stock).values()) for other in others)
+    assert max(metric_errors(tree, stock).values()) <= max(2 * noise, 1e-5)
 
 
 @pytest.mark.parametrize(
