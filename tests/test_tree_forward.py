@@ -623,3 +623,32 @@ def test_collator_names_bad_features():
 def test_collator_trains_what_labels_and_mask_both_name():
     feature = {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, -100], "completion_mask": [0, 0, 1, 1]}
     assert DataCollatorWithPrefixTree()([feature])["labels"].tolist() == [-100, -100, 7, -100]
+
+
+def test_collated_ids_are_checked():
+    model = enable_tree_forward(tiny_model("llama"))
+    longest = model.config.max_position_embeddings
+    collate = DataCollatorWithPrefixTree()
+    with pytest.raises(ValueError, match="trajectory 1: token id 99999 at position 2"):
+        model(**collate([{"input_ids": [1, 2]}, {"input_ids": [1, 2, 99999]}]))
+    with pytest.raises(ValueError, match="positions"):
+        model(**collate([{"input_ids": [1] * (longest + 1)}]))
+
+
+def test_config_without_return_dict():
+    model = enable_tree_forward(tiny_model("qwen3_next"))
+    sequences = [[1, 2, 3], [1, 2, 4]]
+    expected, _ = tree_logprobs(model, sequences)
+    model.config.return_dict = False
+    actual, _ = tree_logprobs(model, sequences)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_trainable_tokens_of_a_tied_head_are_refused():
+    peft = pytest.importorskip("peft")
+    model = tiny_model("llama", tie_word_embeddings=True)
+    adapted = peft.get_peft_model(
+        enable_tree_forward(model), peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3])
+    )
+    with pytest.raises(UnsupportedModelError, match="trainable_token_indices"):
+        tree_logprobs(adapted, [[1, 2, 3]])

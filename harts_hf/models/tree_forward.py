@@ -22,6 +22,7 @@ from .dropout import refuse_dropout
 from .families import Family, UnsupportedModelError
 from .linear_attention_seam import install_linear_attention_seam
 from .routing import load_balancing_loss, record_expert_loads, router_sums
+from .token_ids import check_token_ids
 
 
 @dataclass
@@ -99,6 +100,7 @@ class TreeForward:
     def _run_features(self, features, num_items_in_batch) -> TreeOutput:
         batch = compact_batch_from_features(features, features["tree_input_ids"].device)
         config = self.model.config.get_text_config()
+        check_token_ids(batch.tree, config)
         with_aux_loss = self.family.adds_aux_loss and config.output_router_logits
         output = self(harts_batch=batch, with_router_logits=with_aux_loss)
         # A scored token counts once per trajectory that trains it, as in the expanded batch.
@@ -147,6 +149,7 @@ class TreeForward:
                 position_ids=batch.position_ids[None],
                 attention_mask=masks or mask,
                 use_cache=False,
+                return_dict=True,
                 harts_batch=batch,
                 harts_safe_gate=self.family.has_safe_gate(self.model.config.get_text_config()),
                 **self.implementations,
@@ -175,10 +178,12 @@ class TreeForward:
     def _head(self, hidden: torch.Tensor, batch: CompactBatch, temperature: float, with_entropies: bool):
         """Log-probs and entropies of the scored tokens from the hidden states `[P, D]` that predict them."""
         head = self.model.get_output_embeddings()
-        if any(kind.__module__.startswith("peft.tuners") for kind in type(head).__mro__):
+        kinds = type(head).__mro__
+        if any(k.__module__.startswith("peft.tuners") or k.__name__ == "TrainableTokensWrapper" for k in kinds):
             raise UnsupportedModelError(
                 "an adapter on the output head is not supported: log-probs come from its weight, which the adapter "
-                "does not change. Leave lm_head (and tied embeddings) out of target_modules, or use modules_to_save."
+                "does not change. Leave lm_head (and tied embeddings) out of target_modules and "
+                "trainable_token_indices, or use modules_to_save."
             )
         weight, bias = head.weight, head.bias
         if isinstance(weight, DTensor):  # a unit of its own in FSDP2, whose hooks do not run here

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from harts_hf.distributed.ranks import Ranks
-from harts_hf.forward import check_token_ids
+from harts_hf.models.token_ids import check_token_ids
 from harts_hf.planning.cost import CostModel
 from harts_hf.planning.microbatches import plan_step
 from harts_hf.planning.window_memory import WindowMemory
