@@ -73,13 +73,13 @@ def linear_log_probs(
         logit_scale: factor of the logits.
         softcap: > 0, bound of the scaled logits.
         with_entropy: whether entropies are computed.
-        tile: rows and vocabulary entries of the logits that exist at a time. By default all rows up to 32,768 for
-            "triton" and as many entries as make 256 MiB in bf16; for "torch" up to 2,048 rows and 128 MiB in fp32,
-            where the work on it takes some four times as much. More rows mean fewer passes over a part of the weight's
+        tile: rows and vocabulary entries of the logits that exist at a time. By default all rows up to 32,768 and as
+            many entries as make 352 MiB in bf16, 256 MiB for "triton"; for "torch" up to 2,048 rows and 128 MiB in
+            fp32, where the work on it takes some four times as much. More rows mean fewer passes over a part of the weight's
             gradient, more entries mean fewer passes over the hidden states' gradient.
-        implementation: "triton", the default on CUDA but for fp64, "torch", or "triton_gemm": products with fused
-            epilogues for bf16 or fp16 on compute capability 9.0, D a multiple of 8, 352 MiB by default. The operands'
-            memory starts at a multiple of 16 bytes.
+        implementation: "triton_gemm", products with fused epilogues: the default on compute capability 9.0 (Hopper)
+            for a projection in bf16 or fp16, D a multiple of 8 and operands whose memory starts at a multiple of 16
+            bytes; "triton", the default on CUDA elsewhere but for fp64; or "torch".
 
     Returns:
         [`LogProbs`], fp32 (fp64 for fp64 `hidden`). Both are differentiable in hidden, weight and bias, once.
@@ -99,15 +99,15 @@ def linear_log_probs(
         raise ValueError(f"temperature and softcap must be above 0, got {temperature} and {softcap}")
     if tile is not None and (len(tile) != 2 or min(tile) < 1):
         raise ValueError(f"tile must be two positive sizes (rows, vocabulary entries), got {tile}")
+    dtype = _projection_dtype(hidden)
     if implementation is None:
-        implementation = "triton" if hidden.is_cuda and hidden.dtype != torch.float64 else "torch"
+        implementation = _default_implementation(hidden, weight, dtype)
     if implementation not in get_args(Implementation):
         raise ValueError(f"unknown implementation {implementation!r}, expected one of {get_args(Implementation)}")
     if implementation != "torch" and hidden.dtype == torch.float64:
         raise ValueError(f"implementation {implementation!r} computes in fp32: use 'torch' for float64")
     if implementation != "torch" and not hidden.is_cuda:
         raise ValueError(f"implementation {implementation!r} needs CUDA tensors, got {hidden.device}: use 'torch'")
-    dtype = _projection_dtype(hidden)
     if implementation == "triton_gemm" and not _fits_gemm(hidden, dtype):
         raise ValueError(
             "implementation 'triton_gemm' needs compute capability 9.0, a projection in bfloat16 or float16 and a "
@@ -129,6 +129,13 @@ def _projection_dtype(hidden: torch.Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     return hidden.dtype
+
+
+def _default_implementation(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> Implementation:
+    if not hidden.is_cuda or hidden.dtype == torch.float64:
+        return "torch"
+    is_aligned = all(x.dtype != dtype or x.data_ptr() % 16 == 0 for x in (hidden, weight))  # others are copied
+    return "triton_gemm" if is_aligned and _fits_gemm(hidden, dtype) else "triton"
 
 
 def _fits_gemm(hidden: torch.Tensor, dtype: torch.dtype) -> bool:

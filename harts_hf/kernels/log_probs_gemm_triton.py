@@ -32,9 +32,6 @@ class Schedule:
         rows, columns, depth: of a program's block of the product; depth is what one step multiplies.
         group: blocks of rows that take turns before the next block of columns, for reuse in L2.
         programs_per_processor: of the persistent grid; 0 for one program per block.
-        flatten: whether loads of the next block start during the epilogue.
-        warp_specialize: whether a warp group of its own issues the loads and two others share the block. In Triton 3.6
-            this takes `warps=4`, `flatten=False` and `slices=1`.
         slices: parts of the epilogue of the gradient, which hold less shared memory the more there are: 1 or 2.
         warps, stages: of Triton's launch.
     """
@@ -44,8 +41,6 @@ class Schedule:
     depth: int = 64
     group: int = 16
     programs_per_processor: int = 1
-    flatten: bool = True
-    warp_specialize: bool = False
     slices: int = 2
     warps: int = 8
     stages: int = 3
@@ -58,32 +53,15 @@ class Schedule:
             programs = min(programs, processors * self.programs_per_processor)
         return (programs,), {
             "BLOCK_ROWS": self.rows, "BLOCK_COLUMNS": self.columns, "BLOCK_DEPTH": self.depth, "GROUP": self.group,
-            "FLATTEN": self.flatten, "WARP_SPECIALIZE": self.warp_specialize,
             "num_warps": self.warps, "num_stages": self.stages,
         }  # fmt: skip
 
-    def described(self, matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor | TensorDescriptor:
-        """Descriptor of a matrix's blocks. With warp groups it is made in the kernel, which then gets the matrix.
-
-        Triton 3.6 halves the blocks of an operand for two warp groups, but not the block of a descriptor that is an
-        argument.
-        """
-        if not self.warp_specialize:
-            return TensorDescriptor.from_tensor(matrix, [rows, columns])
-        triton.set_allocator(_allocate)  # of the launching thread; the backward's is another one
-        return matrix
-
-    def operands(self, hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor | TensorDescriptor, ...]:
-        """Both operands, as `described`."""
+    def operands(self, hidden: torch.Tensor, weight: torch.Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """Descriptors of both operands' blocks."""
         return (
-            self.described(hidden.contiguous(), self.rows, self.depth),
-            self.described(weight.contiguous(), self.columns, self.depth),
+            TensorDescriptor.from_tensor(hidden.contiguous(), [self.rows, self.depth]),
+            TensorDescriptor.from_tensor(weight.contiguous(), [self.columns, self.depth]),
         )
-
-
-def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Memory for descriptors that a kernel makes."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 FORWARD = Schedule()
@@ -156,9 +134,9 @@ def product_gradient(
     grid, launch = schedule.launch(num_rows, width, hidden.device)
     _gradient_kernel[grid](
         *schedule.operands(hidden, weight),
-        schedule.described(grad, schedule.rows, schedule.columns // schedule.slices),
+        TensorDescriptor.from_tensor(grad, [schedule.rows, schedule.columns // schedule.slices]),
         hidden if bias is None else bias, columns, log_z, *(log_z if x is None else x for x in per_row),
-        stride, num_rows, width, hidden.shape[1], *_factors(transform), transform.logit_scale / transform.temperature,
+        num_rows, width, hidden.shape[1], *_factors(transform), transform.logit_scale / transform.temperature,
         HAS_BIAS=bias is not None, IS_SCALED=_is_scaled(transform), HAS_SOFTCAP=transform.softcap is not None,
         OF_LOG_PROBS=grad_log_probs is not None, OF_ENTROPIES=grad_entropies is not None, SLICES=schedule.slices,
         **launch,
@@ -222,21 +200,15 @@ def _sums_kernel(
     HAS_BIAS: tl.constexpr, IS_SCALED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     IS_FULL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs), persistent: each block of the product becomes three numbers a row, and the targets' logits.
 
     Columns past `width` are masked unless `IS_FULL`; rows past `num_rows` are not stored.
     """
-    if WARP_SPECIALIZE:
-        hidden = tl.make_tensor_descriptor(hidden, [num_rows, dim], [dim, 1], [BLOCK_ROWS, BLOCK_DEPTH])
-        weight = tl.make_tensor_descriptor(weight, [width, dim], [dim, 1], [BLOCK_COLUMNS, BLOCK_DEPTH])
     row_blocks = tl.cdiv(num_rows, BLOCK_ROWS)
     column_blocks = tl.cdiv(width, BLOCK_COLUMNS)
-    for block in tl.range(
-        tl.program_id(0), row_blocks * column_blocks, tl.num_programs(0),
-        flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE,
-    ):  # fmt: skip
+    # Flattened, the next block's loads start during the epilogue.
+    for block in tl.range(tl.program_id(0), row_blocks * column_blocks, tl.num_programs(0), flatten=True):
         row_block, column_block = _position(block, num_rows, width, BLOCK_ROWS, BLOCK_COLUMNS, GROUP)
         first_row, first_column = row_block * BLOCK_ROWS, column_block * BLOCK_COLUMNS
         total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
@@ -302,24 +274,17 @@ def _merge_kernel(
 @triton.jit
 def _gradient_kernel(
     hidden, weight, grad, bias, columns, log_z_ptr, entropies, grad_log_probs, grad_entropies,
-    stride, num_rows, width, dim, scale_in, scale_out, scale_of_gradient,
+    num_rows, width, dim, scale_in, scale_out, scale_of_gradient,
     HAS_BIAS: tl.constexpr, IS_SCALED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     OF_LOG_PROBS: tl.constexpr, OF_ENTROPIES: tl.constexpr, SLICES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs), persistent: each block of the product becomes the gradient of its logits.
 
     Rows past `num_rows` and columns past `width` are not written.
     """
-    if WARP_SPECIALIZE:
-        hidden = tl.make_tensor_descriptor(hidden, [num_rows, dim], [dim, 1], [BLOCK_ROWS, BLOCK_DEPTH])
-        weight = tl.make_tensor_descriptor(weight, [width, dim], [dim, 1], [BLOCK_COLUMNS, BLOCK_DEPTH])
-        grad = tl.make_tensor_descriptor(grad, [num_rows, width], [stride, 1], [BLOCK_ROWS, BLOCK_COLUMNS // SLICES])
     blocks = tl.cdiv(num_rows, BLOCK_ROWS) * tl.cdiv(width, BLOCK_COLUMNS)
-    for block in tl.range(
-        tl.program_id(0), blocks, tl.num_programs(0), flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE
-    ):
+    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=True):
         row_block, column_block = _position(block, num_rows, width, BLOCK_ROWS, BLOCK_COLUMNS, GROUP)
         first_row, first_column = row_block * BLOCK_ROWS, column_block * BLOCK_COLUMNS
         total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
