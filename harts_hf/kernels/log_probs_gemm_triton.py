@@ -65,7 +65,7 @@ class Schedule:
 
 
 FORWARD = Schedule()
-BACKWARD = Schedule()
+BACKWARD = Schedule(columns=128, warps=4, programs_per_processor=2)
 
 
 def fold_product(
@@ -92,12 +92,12 @@ def fold_product(
     grid, launch = schedule.launch(num_rows, width, hidden.device)
     _sums_kernel[grid](
         *schedule.operands(hidden, weight), hidden if bias is None else bias, columns, parts, sums.target_logit,
-        num_rows, width, hidden.shape[1], *_factors(transform),
+        blocks * num_rows, num_rows, width, hidden.shape[1], *_factors(transform),
         HAS_BIAS=bias is not None, IS_SCALED=_is_scaled(transform), HAS_SOFTCAP=transform.softcap is not None,
         WITH_ENTROPY=with_entropy, IS_FULL=width % schedule.columns == 0, **launch,
     )  # fmt: skip
     _merge_kernel[(triton.cdiv(num_rows, MERGE_ROWS),)](
-        parts, sums.largest, sums.total, sums.weighted, num_rows, blocks,
+        parts, sums.largest, sums.total, sums.weighted, num_rows, blocks, blocks * num_rows,
         WITH_ENTROPY=with_entropy, ROWS=MERGE_ROWS, BLOCKS=MERGE_BLOCKS,
     )  # fmt: skip
 
@@ -196,7 +196,7 @@ def _column_of_target(columns, row, is_row, first_column, width, BLOCK: tl.const
 
 @triton.jit
 def _sums_kernel(
-    hidden, weight, bias, columns, parts, target_logit, num_rows, width, dim, scale_in, scale_out,
+    hidden, weight, bias, columns, parts, target_logit, part_size, num_rows, width, dim, scale_in, scale_out,
     HAS_BIAS: tl.constexpr, IS_SCALED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     IS_FULL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, GROUP: tl.constexpr,
@@ -230,19 +230,18 @@ def _sums_kernel(
         largest = tl.max(x, axis=1)
         exp = tl.exp2(x * LOG2_E - (largest * LOG2_E)[:, None])
         part = parts + column_block.to(tl.int64) * num_rows + row
-        per_kind = column_blocks.to(tl.int64) * num_rows
         tl.store(part, largest, mask=is_row)
-        tl.store(part + per_kind, tl.sum(exp, axis=1), mask=is_row)
+        tl.store(part + part_size, tl.sum(exp, axis=1), mask=is_row)
         if WITH_ENTROPY:
             weighted = exp * x
             if not IS_FULL:
                 weighted = tl.where(column < width - first_column, weighted, 0.0)
-            tl.store(part + 2 * per_kind, tl.sum(weighted, axis=1), mask=is_row)
+            tl.store(part + part_size + part_size, tl.sum(weighted, axis=1), mask=is_row)
 
 
 @triton.jit
 def _merge_kernel(
-    parts, largest_ptr, total_ptr, weighted_ptr, num_rows, column_blocks,
+    parts, largest_ptr, total_ptr, weighted_ptr, num_rows, column_blocks, part_size,
     WITH_ENTROPY: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of rows): a program folds the parts of its rows into their sums, some column blocks at a time."""
@@ -251,7 +250,6 @@ def _merge_kernel(
     largest = tl.load(largest_ptr + row, mask=is_row, other=0.0)
     total = tl.load(total_ptr + row, mask=is_row, other=0.0)
     weighted = tl.load(weighted_ptr + row, mask=is_row, other=0.0)
-    per_kind = column_blocks.to(tl.int64) * num_rows
     for begin in range(0, column_blocks, BLOCKS):
         block = begin + tl.arange(0, BLOCKS)[:, None]
         part = parts + block.to(tl.int64) * num_rows + row[None, :]
@@ -260,9 +258,9 @@ def _merge_kernel(
         new_largest = tl.maximum(largest, tl.max(largest_parts, axis=0))
         shrink = tl.exp(largest - new_largest)
         factor = tl.exp(largest_parts - new_largest[None, :])
-        total = total * shrink + tl.sum(factor * tl.load(part + per_kind, mask=is_part, other=0.0), axis=0)
+        total = total * shrink + tl.sum(factor * tl.load(part + part_size, mask=is_part, other=0.0), axis=0)
         if WITH_ENTROPY:
-            weighted_parts = tl.load(part + 2 * per_kind, mask=is_part, other=0.0)
+            weighted_parts = tl.load(part + part_size + part_size, mask=is_part, other=0.0)
             weighted = weighted * shrink + tl.sum(factor * weighted_parts, axis=0)
         largest = new_largest
     tl.store(largest_ptr + row, largest, mask=is_row)
