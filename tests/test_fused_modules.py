@@ -19,7 +19,7 @@ from tiny_models import TINY, VOCAB, recompute_activations, tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from harts_hf import UnsupportedModelError, enable_tree_forward, fuse_modules, tree_logprobs, unfuse_modules
-from harts_hf.models import enable, fused_modules
+from harts_hf.models import fused_modules, tree_forward
 from harts_hf.models.families import FAMILIES
 
 SERVED = ("RMSNorm", "RMSNormGated", "MLP", "ForgetGate")  # ends of classes' names
@@ -269,7 +269,7 @@ def test_kernels_run_on_the_device_of_their_inputs(twins, monkeypatch):
 
         return run
 
-    for module, name in ((fused_modules, "rms_norm"), (fused_modules, "swiglu"), (enable, "linear_log_probs")):
+    for module, name in ((fused_modules, "rms_norm"), (fused_modules, "swiglu"), (tree_forward, "linear_log_probs")):
         monkeypatch.setattr(module, name, recorded(getattr(module, name), name))
     model(torch.arange(2, 20)[None])
     assert set(inside) == {("rms_norm", 1), ("swiglu", 1)}
