@@ -4,10 +4,10 @@
 
 Comparators: `unfused` is a bf16 projection and `cross_entropy` on its bf16 logits, `unfused_fp32` casts them to fp32
 first, `trl` is TRL's fused head with its own defaults, where TRL is installed. `tiled` computes log-probs,
-`tiled_entropy` entropies too, and their gradient. Every job sums the log-probs and, in `forward_backward`,
-differentiates in hidden states and weight. Times are medians over interleaved repeats in one process, after a warm-up,
-by device events around four runs back to back, or one run above 100 ms; `peak_bytes` is above what was there before,
-gradients included. Writes a JSON record.
+`tiled_entropy` entropies too, and their gradient; `tiled_cublas` is `tiled` with all products from cuBLAS. Every job
+sums the log-probs and, in `forward_backward`, differentiates in hidden states and weight. Times are medians over
+interleaved repeats in one process, after a warm-up, by device events around four runs back to back, or one run above
+100 ms; `peak_bytes` is above what was there before, gradients included. Writes a JSON record.
 """
 
 import argparse
@@ -31,8 +31,8 @@ def unfused(hidden, weight, targets, *, dtype: torch.dtype):
     return -F.cross_entropy((hidden @ weight.t()).to(dtype), targets, reduction="sum")
 
 
-def tiled(hidden, weight, targets, *, with_entropy: bool, tile: tuple[int, int] | None):
-    log_probs, entropies = linear_log_probs(hidden, weight, targets, with_entropy=with_entropy, tile=tile)
+def tiled(hidden, weight, targets, *, with_entropy: bool, **options):
+    log_probs, entropies = linear_log_probs(hidden, weight, targets, with_entropy=with_entropy, **options)
     return log_probs.sum() + (0.01 * entropies.sum() if with_entropy else 0)
 
 
@@ -78,6 +78,7 @@ def main() -> None:
     tile = tuple(arguments.tile) if arguments.tile else None
     functions = {
         "tiled": functools.partial(tiled, with_entropy=False, tile=tile),
+        "tiled_cublas": functools.partial(tiled, with_entropy=False, tile=tile, implementation="triton"),
         "tiled_entropy": functools.partial(tiled, with_entropy=True, tile=tile),
         "unfused": functools.partial(unfused, dtype=torch.bfloat16),
         "unfused_fp32": functools.partial(unfused, dtype=torch.float32),

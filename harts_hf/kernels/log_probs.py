@@ -5,10 +5,10 @@ computes it again. That is one matrix product more than keeping all logits, and 
 as many again for their gradient. A gradient in the forward instead would save the product only if each row's weight in
 the loss were known there.
 
-The matrix products are cuBLAS's; what happens to a tile between them is `log_probs_triton.py` on CUDA, one pass over
-the tile, and `log_probs_torch.py` elsewhere. `log_probs_gemm_triton.py` fuses that pass into the products that compute
-logits, and its forward keeps no tile. The vocabulary is the outer loop, so that the weight's gradient is
-finished tile by tile and never stands in memory in fp32.
+On Hopper `log_probs_gemm_triton.py` does what happens to a tile within the product that computes it, and its forward
+keeps no tile. Elsewhere on CUDA that is one pass over the tile between products of cuBLAS, `log_probs_triton.py`, and
+on the CPU `log_probs_torch.py`. The vocabulary is the outer loop, so that the weight's gradient is finished tile by
+tile and never stands in memory in fp32.
 """
 
 import functools
@@ -75,8 +75,8 @@ def linear_log_probs(
         with_entropy: whether entropies are computed.
         tile: rows and vocabulary entries of the logits that exist at a time. By default all rows up to 32,768 and as
             many entries as make 352 MiB in bf16, 256 MiB for "triton"; for "torch" up to 2,048 rows and 128 MiB in
-            fp32, where the work on it takes some four times as much. More rows mean fewer passes over a part of the weight's
-            gradient, more entries mean fewer passes over the hidden states' gradient.
+            fp32, where the work on it takes some four times as much. More rows mean fewer passes over a part of the
+            weight's gradient, more entries mean fewer passes over the hidden states' gradient.
         implementation: "triton_gemm", products with fused epilogues: the default on compute capability 9.0 (Hopper)
             for a projection in bf16 or fp16, D a multiple of 8 and operands whose memory starts at a multiple of 16
             bytes; "triton", the default on CUDA elsewhere but for fp64; or "torch".
