@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, List, Value
+from datasets import Dataset, IterableDataset, List, Value
 from grpo_runs import gradient_error, metric_errors, save_checkpoint, train
 from tiny_models import VOCAB
 from trl import GRPOTrainer
@@ -213,6 +213,7 @@ def test_bad_columns_are_named(checkpoint, tmp_path):
     lists = good.remove_columns("group").add_column("group", [[1]] * 12)
     start(lists, TypeError, "group.*integer or a string")
     start(good.to_iterable_dataset(), TypeError, "map-style")
+    start(IterableDataset.from_generator(lambda: iter(good)), TypeError, "map-style")
     start(good.select(range(4)), ValueError, "4 trajectories, fewer than one optimizer step's batch of 8")
     start(
         good.add_column("bad", [1] * 12).remove_columns("input_ids").rename_column("bad", "input_ids"),

@@ -4,7 +4,7 @@ from typing import Any, SupportsInt
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 TRAJECTORY_COLUMNS = ("input_ids", "completion_mask", "reward", "group", "advantage", "old_log_probs")
 _BATCH = 1000  # rows that are looked at together
@@ -16,6 +16,8 @@ def is_trajectory_dataset(dataset: Any) -> bool:
     It has an `input_ids` column; prompts that carry one too have a `prompt` and no `completion_mask`.
     """
     columns = getattr(dataset, "column_names", None) or ()
+    if not columns and isinstance(dataset, IterableDataset):  # one from a generator knows no columns
+        columns = next(iter(dataset), {}).keys()
     return "input_ids" in columns and ("completion_mask" in columns or "prompt" not in columns)
 
 
