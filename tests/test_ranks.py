@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from harts_hf.trainers.micro_batches import PlacedTrajectory
+from harts_hf.trainers.planned_step import share_trajectories
 
 PROGRAMS = Path(__file__).parent
 
@@ -65,6 +69,21 @@ def test_resumes(tmp_path):
 @pytest.mark.multi
 def test_exchange_of_a_deep_tree(tmp_path):
     assert "ms per MB" in check(run_ranks("deep_tree", 2, tmp_path))
+
+
+@pytest.mark.parametrize("token_id", [2**31 + 5, 2**30, -(2**31) - 5, -1])
+def test_an_id_of_no_vocabulary_stays_one_on_all_ranks(token_id):
+    class TwoAlike:
+        size = 2
+
+        def gather(self, tensor):
+            return [tensor, tensor]
+
+    ids = np.array([3, token_id, 2**30 - 1, 7])
+    given = PlacedTrajectory(ids, np.array([False, True, False, True]), micro_batch=0, row=0, first_column=-1)
+    for got in share_trajectories(TwoAlike(), [given], [(1, 3)]).trajectories:
+        assert got.token_ids[1] < 0 or got.token_ids[1] >= 2**30 - 1
+        assert got.token_ids[[0, 2, 3]].tolist() == [3, 2**30 - 1, 7] and (got.scored == given.scored).all()
 
 
 @pytest.mark.multi

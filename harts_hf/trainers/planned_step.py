@@ -43,7 +43,8 @@ def share_trajectories(
 ) -> SharedTrajectories:
     """Give every rank the token ids and masks of all. Collective.
 
-    A token travels as 4 bytes, the mask in its lowest bit.
+    A token travels as 4 bytes, the mask in its lowest bit. An id that does not fit becomes the nearest that does: no
+    vocabulary has that one either, so all ranks refuse it.
 
     Args:
         placed: this rank's trajectories; `micro_batch` counts its own micro-batches.
@@ -53,7 +54,8 @@ def share_trajectories(
         return SharedTrajectories(list(placed), [0] * len(shapes), list(shapes))
     header = [len(placed), len(shapes), *(n for shape in shapes for n in shape)]
     header += [n for t in placed for n in (len(t.token_ids), t.micro_batch, t.row, t.first_column)]
-    ids = [t.token_ids.astype(np.int32) * 2 + t.scored for t in placed] or [np.zeros(0, np.int32)]
+    ids = [t.token_ids.clip(-(2**30), 2**30 - 1).astype(np.int32) * 2 + t.scored for t in placed]
+    ids = ids or [np.zeros(0, np.int32)]
     headers = ranks.gather(torch.tensor(header))
     tokens = ranks.gather(torch.from_numpy(np.concatenate(ids).astype(np.int32)))
     trajectories: list[PlacedTrajectory] = []
