@@ -206,8 +206,7 @@ def metric_errors(run: Run, reference: Run) -> dict[str, float]:
             elif value is None or actual[name] is None:
                 errors[name] = 0.0 if value == actual[name] else float("inf")
             else:
-                # A loss is a mean of terms of order 1, which fp32 rounds by 6e-8, and they may cancel.
-                floor = 1e-2 if name.endswith("loss") else 1e-3
-                error = abs(actual[name] - value) / max(abs(value), abs(actual[name]), floor)
-                errors[name] = max(errors.get(name, 0.0), error)
+                errors[name] = max(
+                    errors.get(name, 0.0), abs(actual[name] - value) / max(abs(value), abs(actual[name]), 1e-3)
+                )
     return errors
