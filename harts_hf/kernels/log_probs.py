@@ -100,18 +100,20 @@ def linear_log_probs(
     if tile is not None and (len(tile) != 2 or min(tile) < 1):
         raise ValueError(f"tile must be two positive sizes (rows, vocabulary entries), got {tile}")
     dtype = _projection_dtype(hidden)
-    if implementation is None:
-        implementation = _default_implementation(hidden, weight, dtype)
+    if implementation is None and hidden.is_cuda and hidden.dtype != torch.float64:
+        implementation = "triton_gemm" if _fits_gemm(hidden, weight, dtype) else "triton"
+    implementation = implementation or "torch"
     if implementation not in get_args(Implementation):
         raise ValueError(f"unknown implementation {implementation!r}, expected one of {get_args(Implementation)}")
     if implementation != "torch" and hidden.dtype == torch.float64:
         raise ValueError(f"implementation {implementation!r} computes in fp32: use 'torch' for float64")
     if implementation != "torch" and not hidden.is_cuda:
         raise ValueError(f"implementation {implementation!r} needs CUDA tensors, got {hidden.device}: use 'torch'")
-    if implementation == "triton_gemm" and not _fits_gemm(hidden, dtype):
+    if implementation == "triton_gemm" and not _fits_gemm(hidden, weight, dtype):
         raise ValueError(
-            "implementation 'triton_gemm' needs compute capability 9.0, a projection in bfloat16 or float16 and a "
-            f"hidden size that is a multiple of 8, got {dtype} {tuple(hidden.shape)}: use 'triton'"
+            "implementation 'triton_gemm' needs compute capability 9.0, a projection in bfloat16 or float16, a hidden "
+            "size that is a multiple of 8 and operands at multiples of 16 bytes, got "
+            f"{dtype} {tuple(hidden.shape)} at {hidden.data_ptr():#x} and {weight.data_ptr():#x}: use 'triton'"
         )
     devices = {x.device for x in (hidden, weight, targets, bias) if x is not None}
     if len(devices) > 1:
@@ -131,19 +133,13 @@ def _projection_dtype(hidden: torch.Tensor) -> torch.dtype:
     return hidden.dtype
 
 
-def _default_implementation(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> Implementation:
-    if not hidden.is_cuda or hidden.dtype == torch.float64:
-        return "torch"
-    is_aligned = all(x.dtype != dtype or x.data_ptr() % 16 == 0 for x in (hidden, weight))  # others are copied
-    return "triton_gemm" if is_aligned and _fits_gemm(hidden, dtype) else "triton"
-
-
-def _fits_gemm(hidden: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether `log_probs_gemm_triton.py` computes a projection of `hidden` in `dtype`."""
+def _fits_gemm(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether `log_probs_gemm_triton.py` computes this projection in `dtype`; operands in others are copied."""
     return (
         torch.cuda.get_device_capability(hidden.device) == (9, 0)
         and dtype in (torch.bfloat16, torch.float16)
         and hidden.shape[1] % 8 == 0
+        and all(x.dtype != dtype or x.data_ptr() % 16 == 0 for x in (hidden, weight))
     )
 
 
@@ -202,6 +198,8 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx, grad_log_probs, grad_entropies):
         hidden, weight, bias, targets, log_z, entropies = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        contiguous = (None if x is None else x.contiguous() for x in (grad_log_probs, grad_entropies))
+        grad_log_probs, grad_entropies = contiguous  # either may be an expanded number
         grad_hidden = torch.zeros_like(hidden, dtype=log_z.dtype) if need_hidden else None
         grad_weight = torch.zeros_like(weight) if need_weight else None
         grad_bias = torch.zeros_like(bias) if need_bias else None

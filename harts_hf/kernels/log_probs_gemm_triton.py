@@ -129,8 +129,7 @@ def product_gradient(
     num_rows, width = len(hidden), len(weight)
     stride = triton.cdiv(width, 8) * 8
     grad = buffer[: num_rows * stride].view(num_rows, stride)[:, :width]
-    # A gradient of log-probs or of entropies may be an expanded number.
-    per_row = [None if x is None else x.contiguous() for x in (entropies, grad_log_probs, grad_entropies)]
+    per_row = (entropies, grad_log_probs, grad_entropies)
     grid, launch = schedule.launch(num_rows, width, hidden.device)
     _gradient_kernel[grid](
         *schedule.operands(hidden, weight),

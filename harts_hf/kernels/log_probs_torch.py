@@ -101,8 +101,8 @@ def tile_gradient(
         logits, bias, columns, transform: as in `fold_tile`; `logits` is overwritten.
         log_z: `[R]`, logarithm of the softmax's denominator.
         entropies: `[R]`; None without a gradient of the entropies.
-        grad_log_probs: `[R]`, or None for zero.
-        grad_entropies: `[R]`, or None for zero.
+        grad_log_probs: `[R]`, contiguous, or None for zero.
+        grad_entropies: `[R]`, contiguous, or None for zero.
 
     Returns:
         `[R, E]` in `logits`'s dtype.

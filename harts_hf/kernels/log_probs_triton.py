@@ -44,8 +44,7 @@ def tile_gradient(
 ) -> torch.Tensor:
     """See `log_probs_torch.tile_gradient`; the result takes the place of `logits`."""
     num_rows, width = logits.shape
-    # A gradient of log-probs or of entropies may be an expanded number.
-    per_row = [None if x is None else x.contiguous() for x in (entropies, grad_log_probs, grad_entropies)]
+    per_row = (entropies, grad_log_probs, grad_entropies)
     _gradient_kernel[(num_rows, triton.cdiv(width, BLOCK))](
         logits, logits if bias is None else bias, columns, log_z, *(log_z if x is None else x for x in per_row), width,
         transform.logit_scale, transform.softcap or 1.0, 1 / transform.temperature,
