@@ -214,6 +214,12 @@ def test_bad_columns_are_named(checkpoint, tmp_path):
     start(lists, TypeError, "group.*integer or a string")
     start(good.to_iterable_dataset(), TypeError, "map-style")
     start(IterableDataset.from_generator(lambda: iter(good)), TypeError, "map-style")
+
+    def unread():
+        raise AssertionError("the stream was started")
+        yield
+
+    start(IterableDataset.from_generator(unread), TypeError, "map-style")
     start(good.select(range(4)), ValueError, "4 trajectories, fewer than one optimizer step's batch of 8")
     start(
         good.add_column("bad", [1] * 12).remove_columns("input_ids").rename_column("bad", "input_ids"),

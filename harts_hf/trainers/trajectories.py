@@ -12,7 +12,12 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import nanstd, pad, use_adapter
 
 from .guards import refuse_generation_options, refuse_generators
-from .trajectory_columns import TRAJECTORY_COLUMNS, check_trajectory_dataset, is_trajectory_dataset
+from .trajectory_columns import (
+    TRAJECTORY_COLUMNS,
+    check_trajectory_dataset,
+    is_trajectory_dataset,
+    refuse_unknown_columns,
+)
 from .trajectory_sampler import GroupedTrajectorySampler
 
 if TYPE_CHECKING:
@@ -73,6 +78,8 @@ class TrajectoryDatasetMixin(_Trainer):
                 reward_funcs = _given_rewards  # TRL asks for a source of rewards
             elif reward_funcs is None:
                 raise ValueError("eval_dataset holds prompts, so reward_funcs is needed to score what is generated")
+        if reward_funcs is None and kwargs.get("environment_factory") is None:  # which may give rewards
+            refuse_unknown_columns(train_dataset, "train_dataset")
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
         config = self.accelerator.unwrap_model(self.model).config.get_text_config()
         self.train_dataset = self._with_advantages(self.train_dataset, "train_dataset", config)

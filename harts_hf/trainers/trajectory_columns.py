@@ -16,9 +16,22 @@ def is_trajectory_dataset(dataset: Any) -> bool:
     It has an `input_ids` column; prompts that carry one too have a `prompt` and no `completion_mask`.
     """
     columns = getattr(dataset, "column_names", None) or ()
-    if not columns and isinstance(dataset, IterableDataset):  # one from a generator knows no columns
-        columns = next(iter(dataset), {}).keys()
     return "input_ids" in columns and ("completion_mask" in columns or "prompt" not in columns)
+
+
+def refuse_unknown_columns(dataset: Any, name: str) -> None:
+    """Raise if a streamed dataset does not know its columns, where nothing says that they are prompts.
+
+    To read them would start the stream, which may be there only once.
+
+    Raises:
+        TypeError: says what prompts and trajectories need.
+    """
+    if isinstance(dataset, IterableDataset) and dataset.column_names is None:
+        raise TypeError(
+            f"{name} is streamed and does not know its columns: trajectories need a map-style datasets.Dataset, "
+            "prompts need reward_funcs"
+        )
 
 
 def check_trajectory_dataset(dataset: Any, name: str, vocab_size: int, max_positions: int | None) -> None:
